@@ -7,6 +7,7 @@ Also here: the version of verl that the integration needs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, plan_for, read_plan, read_settings
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.emit.trainers import VERL
+from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
@@ -172,16 +173,24 @@ def _others(config: Any) -> Iterator[tuple[str, str]]:
         yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
 
 
+def remedies_in(config: Any) -> Remedies:
+    """Router replay and the trainer's precision in verl's configuration. Raises ConfigError for an unknown recipe.
+
+    Its Megatron and VeOmni engines can replay.
+    """
+    actor = "actor_rollout_ref.actor"
+    strategy = OmegaConf.select(config, f"{actor}.strategy")
+    mode = OmegaConf.select(config, f"{actor}.{strategy}.router_replay.mode")
+    replay = mode == "R3" and bool(config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"))
+    recipe = OmegaConf.select(config, f"{actor}.megatron.override_transformer_config") or {}
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    scales = variables.get(FP32_SCALES, os.environ.get(FP32_SCALES))
+    return Remedies(replay, precision_of(recipe.get("fp8"), recipe.get("fp8_recipe"), scales))
+
+
 def engine_kwargs(config: Any) -> dict[str, Any]:
     """vLLM's arguments that verl's configuration adds to its own."""
     return dict((config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("vllm") or {})
-
-
-def replays(config: Any) -> bool:
-    """True if verl's trainer uses the experts that the engine picked. Its Megatron and VeOmni engines can."""
-    actor = config.actor_rollout_ref.actor
-    mode = OmegaConf.select(actor, f"{actor.strategy}.router_replay.mode")
-    return bool(config.actor_rollout_ref.rollout.enable_rollout_routing_replay and mode == "R3")
 
 
 def separate(config: Any) -> bool:
@@ -242,7 +251,6 @@ def made_plan(config: Any, settings: Settings) -> Plan:
     """Plan the precision of the rollouts in verl's configuration."""
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
-    replay = replays(config) and not find_gpu(settings.gpu).is_cpu
     return plan_for(
         model,
         settings.gpu,
@@ -253,8 +261,8 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         longest_prompt=int(data.max_prompt_length),
         host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
+        remedies=remedies_in(config),
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
-        remedies=Remedies(router_replay=replay),
     )
 
 
@@ -290,14 +298,21 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
     for word, (theirs, ours) in pairs.items():
         if theirs != ours:
             yield f"{ROLLOUT}.{word} is {theirs}, and the plan has {ours}; type: {ROLLOUT}.{word}={ours}"
-    if plan.remedies.router_replay and not replays(config):
-        words = " ".join(("model_engine=megatron", *VERL.router_replay))
-        yield f"the plan has router replay, and verl's is off; type: {words} (verl replays with megatron and veomni)"
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):
         yield (
             f"data.max_prompt_length and data.max_response_length are {longest} tokens together, and the plan's "
             f"longest request has {limits.max_model_len}; allowed: shorter ones"
+        )
+    planned, theirs_now = plan.remedies, remedies_in(config)
+    if planned.router_replay and not theirs_now.router_replay:
+        switch_on = " ".join(("model_engine=megatron", *VERL.router_replay))
+        yield f"the plan has router replay, and verl's is off; type: {switch_on} (verl replays with megatron and veomni)"
+    if planned.trainer_precision != theirs_now.trainer_precision:
+        words = VERL.words(Remedies(trainer_precision=planned.trainer_precision))
+        yield (
+            f"verl trains in {theirs_now.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
+            f"{' '.join(words) or f'--trainer-precision {theirs_now.trainer_precision} for another plan'}"
         )
     if reason := why_not_shardable(
         setup.shape, setup.precision, limits.tensor_parallel_size, "verl", limits.expert_ranks > 1

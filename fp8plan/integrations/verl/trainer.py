@@ -23,7 +23,7 @@ from fp8plan.integrations.verl.settings import (
     hand_on,
     plan_of,
     refuse,
-    replays,
+    remedies_in,
     sampling_in,
     separate,
     settings_in,
@@ -88,14 +88,9 @@ class PlannedTrainer:
                 logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
         sinks = self._settings.sinks()
         self.monitor = Monitor(
-            self._correction,
-            self._controller,
-            sinks,
-            plan=self.plan,
-            guard=guard,
-            facts=facts,
-            router_replay=replays(self.config),
-        )
+            self._correction, self._controller, sinks, plan=self.plan, guard=guard, facts=facts,
+            router_replay=remedies_in(self.config).router_replay,
+        )  # fmt: skip
         if self.global_steps:
             self._load_state()
 

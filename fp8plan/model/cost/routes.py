@@ -28,25 +28,32 @@ CONCURRENT_STEPS: Final = 2  # steps in flight with async scheduling
 class RouteBytes(NamedTuple):
     """The bytes of returned experts.
 
-    token:  of one token; layers without experts count, too
-    device: of the buffer on each GPU, beside what vLLM plans for
-    host:   of the store in the engine's process, as large as the KV cache is in tokens, and of blocks in flight
+    token:   of one token; layers without experts count, too
+    device:  of the buffer on each GPU, beside what vLLM plans for
+    host:    of the store in a replica's process, as large as the KV cache is in tokens, and of blocks in flight
+    rollout: of all tokens of a rollout, which go to the trainer
     """
 
     token: int
     device: int
     host: int
+    rollout: int
 
 
-def route_bytes(shape: ModelShape, limits: EngineLimits, kv_cache_tokens: int) -> RouteBytes:
-    """The bytes of one replica. shape: of a model with experts; kv_cache_tokens: tokens of its KV pool"""
+def route_bytes(shape: ModelShape, limits: EngineLimits, kv_cache_tokens: int, tokens: int) -> RouteBytes:
+    """The bytes of returned experts.
+
+    shape:           of a model with experts
+    kv_cache_tokens: tokens of a replica's KV pool
+    tokens:          of all prompts and responses of a rollout
+    """
     every = [experts for experts, _ in shape.parts_of(Experts)]
     numbers = shape.num_layers * max(experts.choices_per_token for experts in every)
     token = numbers * (1 if max(experts.num_experts for experts in every) <= MOST_IN_A_BYTE else 2)
     requests, block = int(limits.max_num_seqs), int(limits.block_size)
     blocks = CONCURRENT_STEPS * (-(-int(limits.max_num_batched_tokens) // block) + requests) + requests
     device = int(limits.max_num_batched_tokens) * numbers * ON_GPU_BYTES
-    return RouteBytes(token, device, (kv_cache_tokens + blocks * block) * token)
+    return RouteBytes(token, device, (kv_cache_tokens + blocks * block) * token, tokens * token)
 
 
 def route_layers(shape: ModelShape) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.emit.vllm import (
     Job,
-    check_replay,
+    grid_notes,
     measured_notes,
     model_name,
     refuse_for,
@@ -51,6 +51,7 @@ def emit_verl(job: Job) -> str:
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
         *measured_notes(job),
+        *grid_notes(job),
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
@@ -86,8 +87,6 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
 
 def _remedies(job: Job) -> list[str]:
     """Overrides for router replay and the trainer's precision, which are of verl's Megatron engine."""
-    if job.remedies.router_replay:
-        check_replay(job.setup)
     words = VERL.words(job.remedies)
     return ["model_engine=megatron", *words] if words else []
 

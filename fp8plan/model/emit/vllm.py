@@ -20,15 +20,15 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES, kept_numbers
-from fp8plan.model.architecture.parts import Experts, parts
+from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.configs import find_config
-from fp8plan.model.emit.trainers import ENGINE_E8M0, in_all_words
+from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
-from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
@@ -182,29 +182,6 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     return kwargs
 
 
-def planned_kwargs(job: Job) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one replica of a plan. With router replay the engine returns the experts of tokens.
-
-    Raises ConfigError if it cannot.
-    """
-    kwargs = vllm_kwargs(job.setup)
-    if not job.remedies.router_replay:
-        return kwargs
-    check_replay(job.setup)
-    return kwargs | {"enable_return_routed_experts": True}
-
-
-def check_replay(setup: EngineSetup) -> None:
-    """Raise ConfigError for an engine that cannot return the experts of its tokens (vllm/config/vllm.py, 0.33)."""
-    shape = _known_shape(setup)
-    if shape is not None and not shape.parts_of(Experts):
-        raise ConfigError(f"router replay, and {model_name(setup)} has no experts; plan again without --router-replay")
-    if not setup.limits.enable_prefix_caching:
-        raise ConfigError(
-            "router replay without prefix caching, which vLLM needs to return experts; plan again with --prefix-caching"
-        )
-
-
 def _kv_cache_dtype(setup: EngineSetup) -> str:
     """vLLM's word for the KV cache's dtype.
 
@@ -258,11 +235,25 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
     """
     if setup.gpu.is_cpu:
         return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
-    stored = _stored_as(setup)
-    powers_of_two = setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
-    if powers_of_two or not setup.precision.in_blocks:
+    if _must_be_e8m0(setup) or not setup.precision.in_blocks:
         return {}
     return {ENGINE_E8M0: "1" if setup.e8m0 else "0"}
+
+
+def _must_be_e8m0(setup: EngineSetup) -> bool:
+    """True if the GPU multiplies no other scales of FP8 blocks than powers of two, or the checkpoint holds such."""
+    stored = _stored_as(setup)
+    return setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
+
+
+def grid_notes(job: Job) -> list[str]:
+    """A note on an FP8 trainer whose numbers are not the engine's; [] without one."""
+    setup, trainer = job.setup, job.remedies.trainer_precision
+    grid: str = setup.precision.weights
+    if setup.precision.in_blocks:
+        grid = POW2 if setup.e8m0 or _must_be_e8m0(setup) else BLOCK
+    note = two_grids(trainer, grid) if grid in GRIDS else ""
+    return [f"{note}; plan again with --trainer-precision {grid}"] if note else []
 
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
@@ -304,11 +295,15 @@ def _beyond(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
 
 def emit_vllm(job: Job) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
-    setup, kwargs, env = job.setup, planned_kwargs(job), vllm_env(job.setup)
+    setup, kwargs, env = job.setup, vllm_kwargs(job.setup), vllm_env(job.setup)
     notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
     if (shape := _known_shape(setup)) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
-    notes += [*_risk_notes(job), *(f"in the trainer: {words}" for words in in_all_words(job.remedies))]
+    notes += [
+        *_risk_notes(job),
+        *grid_notes(job),
+        *(f"in the trainer: {words}" for words in in_all_words(job.remedies)),
+    ]
     settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
     return json.dumps(settings, indent=2)
 

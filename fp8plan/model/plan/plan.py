@@ -272,7 +272,7 @@ class Plan:
         Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts, and for a vLLM before the
         supported ones.
         """
-        return vllm.planned_kwargs(self._job("vllm", choice, kv_scales))
+        return vllm.vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""

@@ -70,5 +70,27 @@ class Remedies:
             raise ConfigError(f"trainer_precision is {self.trainer_precision!r}; allowed: {allowed}")
         object.__setattr__(self, "keep_bf16", checked_ends(self.keep_bf16))
 
+    @property
+    def options(self) -> str:
+        """The remedies as they are typed for `fp8plan plan`; "" for none."""
+        words = ["--router-replay"] if self.router_replay else []
+        if self.trainer_precision != BF16:
+            words.append(f"--trainer-precision {self.trainer_precision}")
+        first, last = self.keep_bf16
+        if first + last:
+            words.append(f"--keep-bf16 {first},{last}")
+        return " ".join(words)
+
+    def words(self, fp8_weights: bool) -> str:
+        """The remedies in a sentence; "" for none. fp8_weights: of the rollout; only then layers stay in BF16"""
+        words = ["router replay"] if self.router_replay else []
+        if self.trainer_precision != BF16:
+            words.append(f"a trainer in {self.trainer_precision}")
+        ends = zip(("first", "last"), self.keep_bf16, strict=True)
+        kept = [f"{end} {count}" for end, count in ends if count]
+        if fp8_weights and kept:
+            words.append(f"the {' and '.join(kept)} layers in BF16")
+        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
 
 REMEDY_OPTIONS: Final = group_of(Remedies)

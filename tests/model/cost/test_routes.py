@@ -34,12 +34,12 @@ SHORT = Workload(8, 2, parse_lengths("fixed:64", "prompt"), parse_lengths("fixed
     ],
 )
 def test_a_token_has_a_number_for_each_layer_and_choice(model: str, token: int) -> None:
-    assert route_bytes(ModelShape.from_hf(model), EngineLimits(), 0).token == token
+    assert route_bytes(ModelShape.from_hf(model), EngineLimits(), 0, 1).rollout == token
 
 
 def test_the_store_is_as_large_as_the_kv_cache() -> None:
     shape, limits = ModelShape.from_hf(QWEN), EngineLimits(max_num_batched_tokens=8192, max_num_seqs=1024)
-    few, many = (route_bytes(shape, limits, tokens) for tokens in (0, 1_000_000))
+    few, many = (route_bytes(shape, limits, tokens, 0) for tokens in (0, 1_000_000))
     assert many.host - few.host == 384_000_000
     assert few.host == (2 * (512 + 1024) + 1024) * 16 * 384  # blocks in flight, 25 MB
     assert many.device == few.device == 8192 * 384 * 4

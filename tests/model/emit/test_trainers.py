@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import plans
 import pytest
@@ -20,8 +19,9 @@ MOE = "Qwen/Qwen3-30B-A3B"
 REPLAY = Remedies(router_replay=True)
 
 
-def plan(remedies: Remedies, **changes: Any) -> Plan:
-    return plans.plan(**{"model": MOE, "chosen": plans.index("fp8_block"), "remedies": remedies} | changes)
+def plan(remedies: Remedies) -> Plan:
+    limits = EngineLimits(enable_return_routed_experts=remedies.router_replay)
+    return plans.plan(model=MOE, chosen=plans.index("fp8_block"), remedies=remedies, limits=limits)
 
 
 @pytest.mark.verl
@@ -57,18 +57,20 @@ def test_a_trainer_with_power_of_two_scales_needs_them_in_the_rollout() -> None:
         assert replace(made, gpu="b200").env() == {}  # which has no others
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B has no experts; plan again without --router-replay"),
-        ({"limits": EngineLimits(enable_prefix_caching=False)}, "plan again with --prefix-caching"),
-    ],
-)
-def test_an_engine_that_returns_no_experts_is_refused(changes: dict[str, Any], says: str) -> None:
-    made = plan(REPLAY, **changes)
-    for settings in (made.vllm_kwargs, made.verl_overrides, lambda: made.emit("vllm")):
-        with pytest.raises(ConfigError, match=says):
-            settings()
+def test_a_note_names_the_trainer_whose_numbers_are_the_engines() -> None:
+    for gpu, precision, fits in (
+        ("h200_sxm", "fp8_block", None),
+        ("h200_sxm", "fp8_block_pow2", None),  # the engine follows
+        ("h200_sxm", "fp8_tensor", "fp8_block"),
+        ("b200", "fp8_block", "fp8_block_pow2"),
+        ("b200", "fp8_block_pow2", None),
+    ):
+        made = replace(plan(Remedies(trainer_precision=precision)), gpu=gpu)
+        for target in ("vllm", "verl"):
+            told = made.emit(target)
+            assert ("each rounds to numbers that the other does not have" in told) == (fits is not None), (gpu, target)
+            assert fits is None or f"plan again with --trainer-precision {fits}" in told
+        assert "each rounds" not in made.emit("vllm", "bf16")
 
 
 def test_trl_refuses_remedies_that_it_does_not_have() -> None:

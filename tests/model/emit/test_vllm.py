@@ -31,7 +31,6 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS, refusals
 from fp8plan.model.workload import Workload
@@ -128,7 +127,7 @@ def test_vllm_returns_the_experts_of_a_plan_with_router_replay(tiny_moe: str) ->
     from vllm import EngineArgs
 
     for replay in (False, True):
-        plan = plans.plan(model=tiny_moe, remedies=Remedies(router_replay=replay))
+        plan = plans.plan(model=tiny_moe, limits=EngineLimits(enable_return_routed_experts=replay))
         args = EngineArgs(**plan.vllm_kwargs())
         returned = args.aux_output_config if at_least(VLLM, (0, 31)) else args
         assert returned.enable_return_routed_experts is replay
