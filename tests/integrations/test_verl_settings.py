@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import plans
 import pytest
 from trl_runs import model
 from verl_config import composed
@@ -25,6 +26,7 @@ from fp8plan.integrations.common import MEAN_SHARE, SIGMA
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import RiskBudget
+from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import said
@@ -332,6 +334,39 @@ def test_sizes_that_are_no_whole_blocks_are_refused_in_fp8(tmp_path: Path) -> No
         plan_of(of_file(tmp_path, ragged))
     path = f"actor_rollout_ref.model.path={model('ragged')}"
     assert plan_of(of_file(tmp_path, ragged, path, f"+{OURS}.choice=fp8_kv"))
+
+
+@pytest.mark.parametrize("precision", TRAINER_PRECISIONS)
+@pytest.mark.parametrize("replay", [False, True])
+def test_remedies_that_a_plan_writes_are_read_and_missing_ones_refused(precision: str, replay: bool) -> None:
+    from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
+
+    made = plans.plan(model="Qwen/Qwen3-30B-A3B", remedies=Remedies(replay, precision))
+    told = composed(made.verl_overrides())
+    assert remedies_in(told) == made.remedies
+    assert not [fault for fault in _plan_faults(made, told) if "plan counts" in fault or "trains in" in fault]
+    without = composed(replace(made, remedies=Remedies()).verl_overrides())
+    assert remedies_in(without) == Remedies()
+    faults = [fault for fault in _plan_faults(made, without) if "plan counts" in fault or "trains in" in fault]
+    assert len(faults) == replay + (precision != "bf16")
+    if replay:
+        assert faults[0].endswith("router_replay.mode=R3")
+    if precision != "bf16":
+        assert faults[-1].startswith(
+            f"verl trains in bf16, and the plan expects {precision}; type: +actor_rollout_ref."
+        )
+
+
+def test_an_fp8_trainer_needs_a_plan_that_knows_it() -> None:
+    from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
+
+    made = plans.plan()
+    trained = composed(replace(made, remedies=Remedies(trainer_precision="fp8_tensor")).verl_overrides())
+    (fault,) = [fault for fault in _plan_faults(made, trained) if "trains in" in fault]
+    assert fault.endswith("the plan expects bf16; type: --trainer-precision fp8_tensor for another plan")
+    trained.actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe = "mxfp8"
+    with pytest.raises(ConfigError, match="fp8_recipe is 'mxfp8'; allowed: blockwise"):
+        remedies_in(trained)
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Also here: the version of verl that the integration needs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +22,12 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, plan_for, read_plan, read_settings
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import Level, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.runtime.apply.engine.options import refuse_unknown
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
@@ -170,6 +173,17 @@ def _others(config: Any) -> Iterator[tuple[str, str]]:
         yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
 
 
+def remedies_in(config: Any) -> Remedies:
+    """Router replay and the trainer's precision in verl's configuration. Raises ConfigError for an unknown recipe."""
+    actor = "actor_rollout_ref.actor"
+    modes = [OmegaConf.select(config, f"{actor}.{engine}.router_replay.mode") for engine in ("megatron", "veomni")]
+    replay = "R3" in modes and bool(config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"))
+    recipe = OmegaConf.select(config, f"{actor}.megatron.override_transformer_config") or {}
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    scales = variables.get(FP32_SCALES, os.environ.get(FP32_SCALES))
+    return Remedies(replay, precision_of(recipe.get("fp8"), recipe.get("fp8_recipe"), scales))
+
+
 def engine_kwargs(config: Any) -> dict[str, Any]:
     """vLLM's arguments that verl's configuration adds to its own."""
     return dict((config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("vllm") or {})
@@ -243,6 +257,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         longest_prompt=int(data.max_prompt_length),
         host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
+        remedies=remedies_in(config),
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
     )
 
@@ -284,6 +299,15 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
         yield (
             f"data.max_prompt_length and data.max_response_length are {longest} tokens together, and the plan's "
             f"longest request has {limits.max_model_len}; allowed: shorter ones"
+        )
+    planned, theirs_now = plan.remedies, remedies_in(config)
+    if planned.router_replay and not theirs_now.router_replay:
+        yield f"the plan counts on router replay, and verl does not replay; type: {' '.join(VERL.router_replay)}"
+    if planned.trainer_precision != theirs_now.trainer_precision:
+        words = VERL.words(Remedies(trainer_precision=planned.trainer_precision))
+        yield (
+            f"verl trains in {theirs_now.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
+            f"{' '.join(words) or f'--trainer-precision {theirs_now.trainer_precision} for another plan'}"
         )
     if reason := why_not_shardable(
         setup.shape, setup.precision, limits.tensor_parallel_size, "verl", limits.expert_ranks > 1

@@ -19,6 +19,40 @@ FP32_SCALES: Final = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 ENGINE_E8M0: Final = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
+# What a side computes its linears in, by the name of a trainer's precision.
+GRIDS: Final = {
+    BF16: "BF16",
+    BLOCK: "FP8 in blocks, with FP32 scales",
+    POW2: "FP8 in blocks, with scales that are powers of two",
+    TENSOR: "FP8 with one scale for each matrix",
+}
+
+
+def two_grids(trainer: str, engine: str) -> str:
+    """A sentence on a trainer and an engine that both round to FP8, but to other numbers; "" for any other pair."""
+    if BF16 in (trainer, engine) or trainer == engine:
+        return ""
+    sides = f"the trainer has {GRIDS[trainer]}, and the engine {GRIDS[engine]}"
+    return f"{sides}: each rounds to numbers that the other does not have"
+
+
+def precision_of(fp8: object, recipe: str | None, fp32_scales: str | None) -> str:
+    """The precision of a trainer on TransformerEngine, as one of TRAINER_PRECISIONS.
+
+    fp8, recipe: `fp8` and `fp8_recipe` of Megatron-Core's TransformerConfig; without a recipe it takes "delayed"
+    fp32_scales: the value of FP32_SCALES; None: it is not set
+
+    Raises ConfigError for another recipe, such as mxfp8.
+    """
+    if not fp8:
+        return BF16
+    if recipe == "blockwise":
+        return BLOCK if fp32_scales == "1" else POW2
+    if recipe in (None, "delayed", "tensorwise"):
+        return TENSOR
+    raise ConfigError(f"fp8_recipe is {recipe!r}; allowed: blockwise, as the engine's FP8, or tensorwise, or delayed")
+
+
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """A trainer and the words for its configuration.

@@ -13,6 +13,7 @@ from typing import Any, Final
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.emit.vllm import (
     Job,
+    grid_notes,
     measured_notes,
     model_name,
     refuse_for,
@@ -50,6 +51,7 @@ def emit_verl(job: Job) -> str:
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
         *measured_notes(job),
+        *grid_notes(job),
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])

@@ -23,12 +23,12 @@ from fp8plan.model.architecture.held import MODULES, kept_numbers
 from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.configs import find_config
-from fp8plan.model.emit.trainers import ENGINE_E8M0, in_all_words
+from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
-from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
@@ -242,6 +242,16 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
     return {ENGINE_E8M0: "1" if setup.e8m0 else "0"}
 
 
+def grid_notes(job: Job) -> list[str]:
+    """A note on an FP8 trainer whose numbers are not the engine's; [] without one."""
+    setup, trainer = job.setup, job.remedies.trainer_precision
+    grid: str = setup.precision.weights
+    if setup.precision.in_blocks:
+        grid = BLOCK if vllm_env(setup).get(ENGINE_E8M0) == "0" else POW2
+    note = two_grids(trainer, grid) if grid in GRIDS else ""
+    return [f"{note}; plan again with --trainer-precision {grid}"] if note else []
+
+
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
     """The shell command that serves the same engine."""
     return shlex.join([*_assignments(env), "vllm", "serve", str(kwargs["model"]), *_flags(kwargs), *extra])
@@ -285,7 +295,11 @@ def emit_vllm(job: Job) -> str:
     notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
     if (shape := _known_shape(setup)) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
-    notes += [*_risk_notes(job), *(f"in the trainer: {words}" for words in in_all_words(job.remedies))]
+    notes += [
+        *_risk_notes(job),
+        *grid_notes(job),
+        *(f"in the trainer: {words}" for words in in_all_words(job.remedies)),
+    ]
     settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
     return json.dumps(settings, indent=2)
 

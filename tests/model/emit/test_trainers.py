@@ -57,6 +57,22 @@ def test_a_trainer_with_power_of_two_scales_needs_them_in_the_rollout() -> None:
         assert replace(made, gpu="b200").env() == {}  # which has no others
 
 
+def test_a_note_names_the_trainer_whose_numbers_are_the_engines() -> None:
+    for gpu, precision, fits in (
+        ("h200_sxm", "fp8_block", None),
+        ("h200_sxm", "fp8_block_pow2", None),  # the engine follows
+        ("h200_sxm", "fp8_tensor", "fp8_block"),
+        ("b200", "fp8_block", "fp8_block_pow2"),
+        ("b200", "fp8_block_pow2", None),
+    ):
+        made = replace(plan(Remedies(trainer_precision=precision)), gpu=gpu)
+        for target in ("vllm", "verl"):
+            told = made.emit(target)
+            assert ("each rounds to numbers that the other does not have" in told) == (fits is not None), (gpu, target)
+            assert fits is None or f"plan again with --trainer-precision {fits}" in told
+        assert "each rounds" not in made.emit("vllm", "bf16")
+
+
 def test_trl_refuses_remedies_that_it_does_not_have() -> None:
     with pytest.raises(ConfigError, match=r"TRL 1\.16 has no router replay; plan again without --router-replay"):
         plan(REPLAY).emit("trl")

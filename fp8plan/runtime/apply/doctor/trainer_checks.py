@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fp8plan.model.emit.trainers import ENGINE_E8M0, in_all_words
+from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, TRAINER_PRECISIONS, Remedies
 from fp8plan.runtime.apply.doctor.observed import NOTHING, Finding, Observed, fault, needs_e8m0, ok, unknown, warning
 
@@ -12,13 +12,6 @@ REPLAY: Final = (
     "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer ("
     f"{'; '.join(in_all_words(Remedies(router_replay=True)))}); else keep token-level TIS, and watch the KL"
 )
-# What has this grid, in words.
-GRIDS: Final = {
-    BF16: "BF16",
-    BLOCK: "FP8 in blocks, with FP32 scales",
-    POW2: "FP8 in blocks, with scales that are powers of two",
-    TENSOR: "FP8 with one scale for each matrix",
-}
 PER_TENSOR: Final = "fp8_per_tensor"  # vLLM's name of it, online
 ALONE: Final = "run the rollout with FP8 weights (fp8plan plan ... --trainer-precision), or train in BF16"
 
@@ -52,13 +45,12 @@ def trainer(seen: Observed) -> Finding:
         return unknown("trainer", f"the trainer's precision is not told; type: {todo}")
     if theirs == ours:
         return ok("trainer", f"both sides have {GRIDS[ours]}")
+    if differing := two_grids(theirs, ours):
+        return fault("trainer", "recipes_differ", differing, _same(seen, ours))
     says = f"the trainer has {GRIDS[theirs]}, and the engine {GRIDS[ours]}"
     if theirs == BF16:
         return ok("trainer", f"{says}: all of its rounding is mismatch")
-    if ours == BF16:
-        return warning("trainer", "trainer_fp8_alone", f"{says}: the trainer's rounding is all mismatch", ALONE)
-    says += ": each rounds to numbers that the other does not have"
-    return fault("trainer", "recipes_differ", says, _same(seen, ours))
+    return warning("trainer", "trainer_fp8_alone", f"{says}: the trainer's rounding is all mismatch", ALONE)
 
 
 def _same(seen: Observed, ours: str) -> str:

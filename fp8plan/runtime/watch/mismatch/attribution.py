@@ -80,7 +80,7 @@ def attributed(
     replayed: the same as `synced`, or else as `mismatch`, but with the engine's experts
     fresh:    the trainer still has the weights that sampled: nothing is stale
     sampling: how the rollout was sampled; None: not known
-    expected: the KL of the precision that runs, and of its routing; None: not known
+    expected: the KL of the precision that runs; None: not known
     routed:   the trainer picks the experts, which lower precision changes
     """
     total = mismatch.k3

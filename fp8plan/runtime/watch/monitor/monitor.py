@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fp8plan.checks import check_torch, instance, whole
 from fp8plan.errors import ConfigError, warn
-from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.watch.controller.alarms import MEANINGS
 from fp8plan.runtime.watch.controller.fit import suited
@@ -33,7 +32,7 @@ from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSetti
 from fp8plan.runtime.watch.guard.guard import Guard, Judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 from fp8plan.runtime.watch.mismatch.attribution import attributed
-from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expected_by
+from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expectation, has_experts
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.pieces import check_group
@@ -67,8 +66,7 @@ class _Context(NamedTuple):
     tokens:   those of this rank's batch; None: not known
     sampling: the step's, or else the Monitor's; None: that of the rollout
     own:      the loop's own figures
-    synced:   the mismatch under the weights that sampled; None: not known
-    replayed: the same with the engine's experts; None: not known
+    nearer:   "synced" and "replayed", arguments of `attributed`
     """
 
     number: int
@@ -77,8 +75,7 @@ class _Context(NamedTuple):
     rollout: Rollout
     sampling: Sampling | None
     own: Metrics
-    synced: Mismatch | None = None
-    replayed: Mismatch | None = None
+    nearer: Mapping[str, Mismatch]
     fresh: bool = False
 
 
@@ -148,7 +145,8 @@ class Monitor:
         if probe is not None:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
-        self._expected, self._routed = self._expectation(), not router_replay and self._has_experts()
+        model = getattr(self._other_engine(), "model", None) if plan is None else plan.model
+        self._expected, self._routed = self._expectation(), not router_replay and has_experts(model)
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
@@ -217,29 +215,19 @@ class Monitor:
         malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
-        sums, synced, replayed, routed, refusal = MismatchSums(), None, None, None, None
-        optional = {"synced_logprobs": synced_logprobs, "replayed_logprobs": replayed_logprobs}
-        ways = {
-            name: None if value is None else "present"
-            for name, value in {**optional, "routing_differs": routing_differs}.items()
-        }
-
-        def measured(logprobs: Array) -> MismatchSums:
-            other = measure(pack(logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
-            other.check_units()
-            return other
-
-        def reduced(other: MismatchSums | None) -> Mismatch | None:
-            return None if other is None else other.reduced(self.group).metrics()
+        sums, routed, refusal, others = MismatchSums(), None, None, dict[str, MismatchSums]()
+        names = "synced_logprobs", "replayed_logprobs", "routing_differs"
+        optional = zip(names, (synced_logprobs, replayed_logprobs, routing_differs), strict=True)
+        ways = {name: None if value is None else "present" for name, value in optional}
 
         try:
             if self.sequence_group is not None:  # its ranks meet in each `pack`
                 gathered(None, ways, self.sequence_group)
             tokens = pack(train_logprobs, rollout_logprobs, mask, lengths, self.sequence_group)
-            if synced_logprobs is not None:
-                synced = measured(synced_logprobs)
-            if replayed_logprobs is not None:
-                replayed = measured(replayed_logprobs)
+            for name, logprobs in (("synced", synced_logprobs), ("replayed", replayed_logprobs)):
+                if logprobs is not None:
+                    others[name] = measure(pack(logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
+                    others[name].check_units()
             if routing_differs is not None:
                 routed = differing(tokens, routing_differs)
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
@@ -251,11 +239,11 @@ class Monitor:
             refusal = error
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch, ways)
-        nearer = reduced(synced), reduced(replayed)
+        nearer = {name: other.reduced(self.group).metrics() for name, other in others.items()}
         if routed is not None:
             own[ROUTING_DIFFERS] = share_of_all(routed, self.group)
         correction = correct(tokens, self.settings, self.group, update[0])
-        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, *nearer, fresh)
+        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, nearer, fresh)
         return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
@@ -266,7 +254,7 @@ class Monitor:
 
         Every rank calls it, even without tokens. Returns None, and does nothing, if no rank has any.
         """
-        context = _Context(self.steps + 1, time.perf_counter(), self._tokens_in(sums), None, self._sampling, {})
+        context = _Context(self.steps + 1, time.perf_counter(), self._tokens_in(sums), None, self._sampling, {}, {})
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
@@ -315,7 +303,7 @@ class Monitor:
         }
         metrics = {name: None if value != value else value for name, value in metrics.items()}  # NaN: not known
         parts = attributed(
-            mismatch, synced=context.synced, replayed=context.replayed, fresh=context.fresh, sampling=sampling,
+            mismatch, **context.nearer, fresh=context.fresh, sampling=sampling,
             expected=self._expected, routed=self._routed,
         )  # fmt: skip
         weights, mask = correction.weights, correction.mask
@@ -347,21 +335,12 @@ class Monitor:
 
     def _expectation(self) -> Expected | None:
         """The expected KL of the precision that runs, from the probe or else from the plan."""
-        if self._probe is not None:
-            facts = self._witness.running() if self.engine is None else None
-            running = self._precision() if facts is None else facts.precision
-            probed = self._probe.interval_of(running)
-            if probed is not None:
-                return Expected(*probed)
-        return None if self._plan is None else expected_by(self._plan, self._precision())
+        choice, other = self._precision(), self._other_engine()
+        return expectation(self._probe, self._plan, choice if other is None else other.precision, choice)
 
-    def _has_experts(self) -> bool:
-        facts = self._witness.running() if self.engine is None else None
-        model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
-        try:
-            return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
-        except ConfigError:  # a model that cannot be planned
-            return False
+    def _other_engine(self) -> EngineFacts | None:
+        """Facts about an engine that is not fp8plan's; None: not known."""
+        return self._witness.running() if self.engine is None else None
 
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step; None, with a warning, for a malformed one."""

@@ -211,6 +211,10 @@ def test_replayed_experts_make_routing_a_part_of_its_own() -> None:
     expected = Expected(both, both / 2, 1.1 * both)
     parts = attributed(whole, replayed=replayed, sampling=Sampling(), fresh=True, expected=expected, routed=True)
     assert [part.causes for part in parts] == [("routing",), ("precision",)]
+    alone = Expected(mixed.kl["precision"], 0.0, 2 * mixed.kl["precision"], replayed=True)  # of a plan with replay
+    parts = attributed(whole, replayed=replayed, sampling=Sampling(), fresh=True, expected=alone, routed=True)
+    assert [part.causes for part in parts] == [("routing",), ("precision",)]
+    assert parts[1].kl == pytest.approx(replayed.k3)
     small = Expected(routing.kl / 2, 0.0, 0.9 * routing.kl)  # the routing alone exceeds it
     parts = attributed(whole, replayed=replayed, sampling=Sampling(), fresh=True, expected=small, routed=True)
     assert [(part.causes, part.kl) for part in parts[1:]] == [(("precision",), 0.0), (("rest",), rest.kl)]
