@@ -23,6 +23,7 @@ from vllm_server import ROOT, entry_points
 import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import RiskBudget
@@ -336,14 +337,14 @@ REPLAY = (
 
 def test_a_plan_with_router_replay_wants_verls() -> None:
     """verl's FSDP engine has no router replay, whatever the rollout returns."""
-    from fp8plan.integrations.verl.settings import _plan_faults, replays
+    from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
 
     megatron = composed(["model_engine=megatron", NAMED, *REPLAY])
-    assert replays(megatron)
+    assert remedies_in(megatron).router_replay
     for words in (["model_engine=megatron", NAMED, REPLAY[0]], ["model_engine=megatron", NAMED, REPLAY[1]]):
-        assert not replays(composed(words))
+        assert not remedies_in(composed(words)).router_replay
     fsdp = small(REPLAY[0])
-    assert not replays(fsdp)
+    assert not remedies_in(fsdp).router_replay
     plan = planned("bf16")
     replaying = replace(plan, remedies=replace(plan.remedies, router_replay=True))
     assert list(_plan_faults(plan, fsdp)) == []
@@ -374,15 +375,15 @@ def test_remedies_that_a_plan_writes_are_read_and_missing_ones_refused(precision
     from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
 
     made = plans.plan(model="Qwen/Qwen3-30B-A3B", remedies=Remedies(replay, precision))
-    told = composed(made.verl_overrides())
+    told = composed(["model_engine=megatron", *made.verl_overrides()])
     assert remedies_in(told) == made.remedies
-    assert not [fault for fault in _plan_faults(made, told) if "plan counts" in fault or "trains in" in fault]
-    without = composed(replace(made, remedies=Remedies()).verl_overrides())
+    assert not [fault for fault in _plan_faults(made, told) if "router replay" in fault or "trains in" in fault]
+    without = composed(["model_engine=megatron", *replace(made, remedies=Remedies()).verl_overrides()])
     assert remedies_in(without) == Remedies()
-    faults = [fault for fault in _plan_faults(made, without) if "plan counts" in fault or "trains in" in fault]
+    faults = [fault for fault in _plan_faults(made, without) if "router replay" in fault or "trains in" in fault]
     assert len(faults) == replay + (precision != "bf16")
     if replay:
-        assert faults[0].endswith("router_replay.mode=R3")
+        assert VERL.router_replay[-1] in faults[0]
     if precision != "bf16":
         assert faults[-1].startswith(
             f"verl trains in bf16, and the plan expects {precision}; type: +actor_rollout_ref."

@@ -307,7 +307,7 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
     planned, theirs_now = plan.remedies, remedies_in(config)
     if planned.router_replay and not theirs_now.router_replay:
         switch_on = " ".join(("model_engine=megatron", *VERL.router_replay))
-        yield f"the plan has router replay, and verl's is off; type: {switch_on} (verl replays with megatron and veomni)"
+        yield f"the plan has router replay, and verl's is off; type: {switch_on} (its megatron and veomni replay)"
     if planned.trainer_precision != theirs_now.trainer_precision:
         words = VERL.words(Remedies(trainer_precision=planned.trainer_precision))
         yield (
