@@ -35,18 +35,15 @@ from fp8plan.model.risk.fit import (
     log_gradient,
     predicted_kl,
 )
-from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR
-from fp8plan.model.risk.theory import (
-    BLOCK_OF_FP32,
-    CHANNEL,
-    REFERENCE_LAYERS,
-    ROLLOUT_GRIDS,
-    TRAINER_GRIDS,
-    RoundingErrors,
-    Setting,
-    kernel_variance,
-    trainer_sd,
-)
+from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, TRAINER_PRECISIONS
+from fp8plan.model.risk.theory import REFERENCE_LAYERS, RoundingErrors, Setting, kernel_variance, trainer_sd
+
+# Grids on which a rollout and a trainer round weights and activations. CHANNEL: checkpoints with one scale per row.
+# BLOCK_OF_FP32: a trainer that rounds its FP32 weights, while the rollout rounds their BF16 copies.
+CHANNEL: Final = "fp8_channel"
+BLOCK_OF_FP32: Final = "fp8_block_of_fp32"
+ROLLOUT_GRIDS: Final = (BF16, BLOCK, POW2, TENSOR, CHANNEL)
+TRAINER_GRIDS: Final = (*TRAINER_PRECISIONS, BLOCK_OF_FP32)
 
 GROUP: Final = 128  # weights in GROUP x GROUP blocks, activations in 1 x GROUP groups (vLLM's FP8_BLOCK)
 E4M3_MIN_EXPONENT: Final = -6  # below 2^-6 E4M3 is subnormal: a fixed step of 2^-9 (OCP OFP8 specification)

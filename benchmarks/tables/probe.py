@@ -25,6 +25,7 @@ from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import Z90
 from fp8plan.model.risk.remedies import BF16, BLOCK, Remedies
 from fp8plan.model.risk.theory import SMALL_LANGUAGE_FACTOR
+from tools.risk_report import leave_one_source_out, read_observations, rounding_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
@@ -141,6 +142,24 @@ def predictions() -> list[dict[str, str]]:
                 figures["anchored"] = measured[anchor] * kl.kl_k3 / plain.kl_k3
                 rows.append(cells | {key: f"{value:.3g}" for key, value in figures.items()} | {"anchor": anchor})
     return rows
+
+
+def published_pairs() -> str:
+    """Published runs with a remedy and those that they are compared with, each predicted without its source."""
+    left = leave_one_source_out(read_observations(), rounding_errors())
+    heads = ("source", "model", "rollout", "trainer", "router replay", "KL k3", "expected (90%)")
+    run = [(row, row.observation, row.observation.setting) for row in left]
+    paired = {(o.source, o.model) for _, o, setting in run if setting.router_replay or setting.trainer != BF16}
+    lines = []
+    for row, o, setting in run:
+        if (o.source, o.model) in paired and o.kl is not None:
+            low, high = (o.kl * exp(sign * Z90 * o.spread) for sign in (-1, 1))
+            kl = f"{low:.1e} to {high:.1e}" if o.spread else f"{o.kl:.1e}"
+            ends = [f"{row.predicted * exp(sign * row.halfwidth):.1e}" for sign in (-1, 1)]
+            replay = ("yes" if setting.router_replay else "no") if setting.moe else "-"
+            cells = (o.source, o.model, setting.rollout, setting.trainer, replay, kl)
+            lines.append((*cells, f"{row.predicted:.1e} ({' to '.join(ends)})"))
+    return markdown.table(heads, lines)
 
 
 def write_predictions(path: Path = MEASURED / "predicted.csv") -> None:

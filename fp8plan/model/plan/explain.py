@@ -195,9 +195,9 @@ def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:
 
 
 def _ways_out(answer: Answer) -> list[str]:
-    """Sentences on the choices that remedies would make allowed, where the budget rules out all precisions."""
-    helped = [c for c in answer.choices if c.remedy is not None]
-    return [f"{c.precision}{_where(c, answer.choices)}: {_seconds(c)}. {way_of(c, answer)}" for c in helped]
+    """A sentence on the remedies that would make the choice allowed. Call it if the budget rules out all precisions."""
+    picked = answer.picked
+    return [f"{picked.precision}{_where(picked, answer.choices)}: {way_of(picked, answer)}"]
 
 
 def _gains(answer: Answer, stored: Stored | None) -> list[str]:

@@ -61,7 +61,7 @@ def ways(tried: Sequence[Candidate], chosen: int, request: PlanRequest, profile:
     pairs = list[tuple[_Offer, Candidate]]()
     for index in answer:
         for offer in _sufficient(index, tried[index].setup, request):
-            engine = _engine(tried[index].setup, offer.remedies)
+            engine = engine_with(tried[index].setup, offer.remedies)
             if engine is not None:
                 pairs.append((offer, engine))
     engines = timed([engine for _, engine in pairs], request, profile)
@@ -95,7 +95,7 @@ def _sufficient(index: int, setup: EngineSetup, request: PlanRequest) -> list[_O
 
     [] if none are.
     """
-    own, matching = request.remedies, POW2 if setup.gpu.e8m0_scales else BLOCK
+    own, matching = request.remedies, matching_trainer(setup)
 
     def enough(remedies: Remedies) -> MismatchRisk | None:
         risk, _ = risks_with(remedies, setup, request)
@@ -138,7 +138,12 @@ def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies
     return [remedies for remedies in every if remedies != own]
 
 
-def _engine(setup: EngineSetup, remedies: Remedies) -> Candidate | None:
+def matching_trainer(setup: EngineSetup) -> str:
+    """The trainer precision on the grid of this GPU's rollouts in FP8 blocks."""
+    return POW2 if setup.gpu.e8m0_scales else BLOCK
+
+
+def engine_with(setup: EngineSetup, remedies: Remedies) -> Candidate | None:
     """An engine with remedies, not yet timed; None if it does not fit."""
     limits = replace(setup.limits, enable_return_routed_experts=remedies.router_replay)
     pow2 = remedies.trainer_precision == POW2

@@ -166,7 +166,9 @@ def mismatch_risk(
         setting, calibrated, clipped, unmeasured, budget, high, worst.fraction_above(COUNTED_TIS), worst.ess
     )
     if shape.stored is not None:
-        reasons = (*_of_checkpoint(reasons, shape.stored), _FP8_CHECKPOINT)
+        reasons = tuple(_of_checkpoint(reasons, shape.stored))
+        if setting.trainer == BF16:
+            reasons = (*reasons, _FP8_CHECKPOINT)
     if any(remedies.keep_bf16) and (setting.rollout, setting.trainer) != (BF16, BF16):
         first, last = remedies.keep_bf16
         reasons = (*reasons, f"{first} first and {last} last layers have linears in BF16; each layer counts alike")

@@ -86,9 +86,11 @@ class Remedies:
         if self.trainer_precision != BF16:
             words.append(f"a trainer in {self.trainer_precision}")
         ends = zip(("first", "last"), self.keep_bf16, strict=True)
-        kept = [f"{end} {count}" for end, count in ends if count]
+        kept = {end: count for end, count in ends if count}
         if fp8_weights and kept:
-            words.append(f"the {' and '.join(kept)} layers in BF16")
+            counts = [end if count == 1 else f"{end} {count}" for end, count in kept.items()]
+            noun = "layer" if max(kept.values()) == 1 else "layers"
+            words.append(f"the {' and '.join(counts)} {noun} in BF16")
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

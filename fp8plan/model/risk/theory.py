@@ -21,14 +21,7 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention, Layer, Mamba2, Mixer, Mlp, mixers
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision
-from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, TRAINER_PRECISIONS, Remedies
-
-# Grids on which a rollout and a trainer round weights and activations. CHANNEL: checkpoints with one scale per row.
-# BLOCK_OF_FP32: a trainer that rounds its FP32 weights, while the rollout rounds their BF16 copies.
-CHANNEL: Final = "fp8_channel"
-BLOCK_OF_FP32: Final = "fp8_block_of_fp32"
-ROLLOUT_GRIDS: Final = (BF16, BLOCK, POW2, TENSOR, CHANNEL)
-TRAINER_GRIDS: Final = (*TRAINER_PRECISIONS, BLOCK_OF_FP32)
+from fp8plan.model.risk.remedies import BF16, POW2, Remedies
 
 # Layers of Qwen3-8B, the model with the best matched BF16 and FP8 runs: a unit, not a limit.
 REFERENCE_LAYERS: Final = 36.0
@@ -103,7 +96,7 @@ class Setting:
                               to the residual stream: a mixer or an MLP
     kv_layers, expert_layers: layers that read keys and values, and layers that route tokens to experts
     qk_norm:                  true if the model has it
-    rollout, trainer:         the grids of their linears, of ROLLOUT_GRIDS and TRAINER_GRIDS
+    rollout, trainer:         the grids of their linears, named as in RoundingErrors
     fp8_kv:                   of the rollout
     router_replay:            the trainer uses the rollout's experts
     """

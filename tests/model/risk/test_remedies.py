@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from math import exp, log, sqrt
 from statistics import fmean
@@ -11,14 +12,15 @@ import pytest
 from scipy.stats import t
 from uniform_models import uniform
 
+from benchmarks.tables import probe
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
 from fp8plan.model.risk.fit import Z90, committed_fit, log_gradient, predicted_kl
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
-from fp8plan.model.risk.theory import BLOCK_OF_FP32, SAME_GRID_SD, routing_term, setting_of, trainer_sd
-from tools.risk_report import leave_one_source_out, quantise_blocks, read_observations, rms
+from fp8plan.model.risk.theory import SAME_GRID_SD, routing_term, setting_of, trainer_sd
+from tools.risk_report import BLOCK_OF_FP32, leave_one_source_out, quantise_blocks, read_observations, rms
 
 LENGTHS = [2000.0] * 8
 REPLAY = Remedies(router_replay=True)
@@ -155,6 +157,30 @@ def test_first_and_last_layers_in_bf16_are_not_counted(ends: tuple[int, int], le
     )
     assert any("linears in BF16" in reason for reason in kept.reasons) == (ends != (0, 0))
     assert risk(DENSE, BF16, remedies) == risk(DENSE, BF16, Remedies())
+
+
+def test_the_note_on_trainers_of_an_fp8_checkpoint_is_for_those_in_bf16() -> None:
+    shape = ModelShape.from_hf("Qwen/Qwen3-8B-FP8")
+    notes = [
+        [reason for reason in risk(shape, FP8_BLOCK, remedies).reasons if "trainer with BF16 weights" in reason]
+        for remedies in (Remedies(), SAME_GRID)
+    ]
+    assert list(map(len, notes)) == [1, 0]
+
+
+def test_predictions_for_small_models_are_anchored_on_what_was_measured_without_remedies() -> None:
+    rows = probe.predictions()
+    with (probe.MEASURED / "predicted.csv").open(encoding="utf-8") as file:
+        committed = list(csv.DictReader(file))
+    keys = ("model", "precision", "remedies", "anchor")
+    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in committed]
+    measured = {model: kls for model, (_, kls) in probe.measured_without().items()}
+    plain = {(row["model"], row["precision"]): float(row["anchored"]) for row in rows if row["remedies"] == "none"}
+    for (model, precision), kl in plain.items():
+        assert kl == pytest.approx(measured[model].get(precision, kl), rel=0.01)
+    for row in rows:
+        if row["precision"].startswith("fp8_block") and row["remedies"] != "none":
+            assert float(row["anchored"]) < plain[row["model"], row["precision"]]
 
 
 # Published pairs. Each has a range of KL (k3) in nats per token.
