@@ -170,7 +170,8 @@ PRIME_RL: Final = Trainer(
 
 TRAINERS: Final = (VERL, NEMO_RL, SLIME, SKYRL, PRIME_RL)
 
-TRL: Final = Trainer("TRL 1.16", (), {})  # no file of it names routed experts or a recipe of FP8
+# No file of TRL 1.16 names routed experts or a recipe of FP8. fp8plan's trainer replays (fp8plan/integrations/trl).
+TRL: Final = Trainer("TRL", ("fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)",), {})
 
 
 def in_all_words(remedies: Remedies) -> list[str]:
