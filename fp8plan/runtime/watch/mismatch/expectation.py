@@ -9,14 +9,16 @@ from fp8plan.model.architecture import Experts, ModelShape
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.risk.remedies import Remedies
 
 
 @runtime_checkable
 class Probe(Protocol):
     """The result of `fp8plan.probe`."""
 
-    def interval_of(self, precision: str | None) -> tuple[float, float, float] | None:
-        """k3 of a preset in nats per token, and the ends of its 90% interval; None if it was not measured."""
+    def interval_of(self, precision: str | None, remedies: Remedies) -> tuple[float, float, float] | None:
+        """k3 of a preset under these remedies, in nats per token, and the ends of its 90% interval; None if it was not
+        measured."""
 
 
 class Expected(NamedTuple):
@@ -38,16 +40,19 @@ class Expected(NamedTuple):
         return Expected(kl, low, high, True)
 
 
-def expectation(probe: Probe | None, plan: Plan | None, running: str | None, choice: str | None) -> Expected | None:
+def expectation(
+    probe: Probe | None, plan: Plan | None, running: str | None, choice: str | None, remedies: Remedies
+) -> Expected | None:
     """The KL that the probe, or else the plan, expects of the precision that runs; None if neither has it.
 
-    running: the precision that runs; None: not known
-    choice:  the plan's choice; None: the chosen one
+    running:  the precision that runs; None: not known
+    choice:   the plan's choice; None: the chosen one
+    remedies: those that run
     """
     if probe is not None:
-        probed = probe.interval_of(running)
+        probed = probe.interval_of(running, remedies)
         if probed is not None:
-            return Expected(*probed)
+            return Expected(*probed, remedies.router_replay)
     if plan is None:
         return None
     try:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fp8plan.checks import check_torch, instance, whole
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.watch.controller.alarms import MEANINGS
 from fp8plan.runtime.watch.controller.fit import suited
 from fp8plan.runtime.watch.controller.laws import Controller, ControllerState, after_correction
@@ -146,6 +147,7 @@ class Monitor:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
         model = getattr(self._other_engine(), "model", None) if plan is None else plan.model
+        self._remedies = replace(Remedies() if plan is None else plan.remedies, router_replay=router_replay)
         self._expected, self._routed = self._expectation(), not router_replay and has_experts(model)
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
@@ -336,7 +338,8 @@ class Monitor:
     def _expectation(self) -> Expected | None:
         """The expected KL of the precision that runs, from the probe or else from the plan."""
         choice, other = self._precision(), self._other_engine()
-        return expectation(self._probe, self._plan, choice if other is None else other.precision, choice)
+        running = choice if other is None else other.precision
+        return expectation(self._probe, self._plan, running, choice, self._remedies)
 
     def _other_engine(self) -> EngineFacts | None:
         """Facts about an engine that is not fp8plan's; None: not known."""

@@ -26,6 +26,7 @@ from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
 from fp8plan.runtime.watch.controller.alarms import MEANINGS
@@ -327,6 +328,22 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
     assert expected(monitor) == 1e-7
     guarded = Monitor(guard=Guard(FACTS), probe=probe_of(**{FACTS.precision: 1e-5}))
     assert expected(guarded) == 1e-5
+
+
+def test_a_probe_is_asked_for_the_remedies_that_run() -> None:
+    """Those of the plan, and of its router replay what the Monitor is told."""
+    probe, asked = probe_of(bf16=1e-7), []
+    probe.interval_of = lambda precision, remedies: asked.append((precision, remedies))  # type: ignore[method-assign]
+    planned = replace(PLAN, remedies=Remedies(True, "fp8_block"))
+    for router_replay in (False, True):
+        Monitor(plan=planned, probe=probe, router_replay=router_replay)
+    Monitor(guard=Guard(FACTS), probe=probe, router_replay=True)
+    running = planned.choices[planned.chosen].precision
+    assert asked == [
+        (running, Remedies(False, "fp8_block")),
+        (running, Remedies(True, "fp8_block")),
+        (FACTS.precision, Remedies(True)),
+    ]
 
 
 def test_the_share_of_tokens_routed_differently_is_recorded() -> None:
