@@ -24,9 +24,9 @@ from fp8plan import jsonl, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
-from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
 from fp8plan.runtime.watch.controller.alarms import MEANINGS
@@ -331,17 +331,17 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
 
 
 def test_a_probe_is_asked_for_the_remedies_that_run() -> None:
-    """Those of the plan, and of its router replay what the Monitor is told."""
-    probe, asked = probe_of(bf16=1e-7), []
-    probe.interval_of = lambda precision, remedies: asked.append((precision, remedies))  # type: ignore[method-assign]
+    """They are those of the plan, but the Monitor is told whether the trainer replays."""
+    asked: list[tuple[str | None, Remedies]] = []
+    probe = SimpleNamespace(interval_of=lambda *question: asked.append(question))
     planned = replace(PLAN, remedies=Remedies(True, "fp8_block"))
+    engine: Any = Launched("fp8_block")
     for router_replay in (False, True):
-        Monitor(plan=planned, probe=probe, router_replay=router_replay)
+        Monitor(plan=planned, engine=engine, probe=probe, router_replay=router_replay)
     Monitor(guard=Guard(FACTS), probe=probe, router_replay=True)
-    running = planned.choices[planned.chosen].precision
     assert asked == [
-        (running, Remedies(False, "fp8_block")),
-        (running, Remedies(True, "fp8_block")),
+        ("fp8_block", Remedies(False, "fp8_block")),
+        ("fp8_block", Remedies(True, "fp8_block")),
         (FACTS.precision, Remedies(True)),
     ]
 
