@@ -26,7 +26,7 @@ def differing(tokens: Tokens, share: float) -> FloatArray:
     if not (is_number(share, nan=True) and (isnan(share) or 0 <= share <= 1)):
         raise ConfigError(
             f"routing_differs is {share!r:.60}; allowed: the share of this rank's tokens whose experts differ, from 0 "
-            "to 1, as fp8plan.runtime.replay.share_differing(...).tokens"
+            "to 1, as fp8plan.runtime.routes.share_differing(...).tokens"
         )
     own = len(tokens) if tokens.own is None else len(tokens.own)
     return np.zeros(2) if isnan(share) else np.array([share * own, own])
