@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,7 +13,10 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import read_records
 from fp8plan.model.workload import Batch
+from fp8plan.runtime.watch.guard.observation import EngineFacts
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 DENSE, EXPERTS = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
 
@@ -62,6 +68,23 @@ def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_
     engine(DENSE, 1, 1).check_model(DENSE)
     with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
         engine(DENSE, 1, 1).check_model("Qwen/Qwen3-4B")
+
+
+def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path) -> None:
+    fields = {
+        "model": DENSE, "gpu": "h200_sxm", "engine_version": "0.33.0", "precision": "fp8_block", "seconds": 1.0,
+        "prompt_lengths": [64, 64], "response_lengths": [32, 32],
+    }  # fmt: skip
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(fields | more) + "\n" for more in ({}, {"keep_bf16": [2, 1]})))
+    whole, kept = read_records(file)
+    assert whole.setup.shape.left_in_bf16() == ()
+    assert kept.setup.keep_bf16 == (2, 1)
+    assert sum(x.layers for x in kept.setup.shape.left_in_bf16() if x.name == "qkv_proj") == 3
+    assert whole.group != kept.group
+    facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, keep_bf16=(2, 1))
+    assert facts.setup.shape == kept.setup.shape
+    assert rollout_fields(None, facts)["keep_bf16"] == [2, 1]
 
 
 @pytest.mark.parametrize(
