@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from fp8plan.runtime.apply.weight_sync.scored import Scored as Scored
     from fp8plan.runtime.apply.weight_sync.settings import SyncSettings as SyncSettings
     from fp8plan.runtime.measure.probe.probe import probe as probe
+    from fp8plan.runtime.replay import replayed as replayed
+    from fp8plan.runtime.routes import packed_routes as packed_routes
+    from fp8plan.runtime.routes import padded_routes as padded_routes
     from fp8plan.runtime.watch.controller.laws import ConstantThresholds as ConstantThresholds
     from fp8plan.runtime.watch.controller.laws import LevelThresholds as LevelThresholds
     from fp8plan.runtime.watch.controller.state import AlarmLimits as AlarmLimits

@@ -21,8 +21,8 @@ MOST_LINES = 450  # of a module
 SPARE = 0.02  # of a budget, beside the rounding to hundreds, may be left over before it is lowered
 MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of the files that it enters
     "plan": {"hops": 169, "lines": 14_500},
-    "tensor": {"hops": 28, "lines": 4860},
-    "log-prob": {"hops": 22, "lines": 3984},
+    "tensor": {"hops": 28, "lines": 4865},
+    "log-prob": {"hops": 22, "lines": 3980},
 }
 
 # What may import what: a part imports its own and what stands above it.

@@ -67,7 +67,8 @@ class HookSettings(TrainerSettings, frozen=True):
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
-    router_replay: true: the trainer's log-probs have the experts that the engine picked
+    router_replay: true: the trainer's log-probs have the experts that the engine picked; so do those of a plan with
+                 router replay
 
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
@@ -220,11 +221,12 @@ def running(
         if not (share if settings.share is None else settings.share):
             group = ALONE
         correction, plan = settings.correction(), settings.read_plan()
+        planned = plan is not None and plan.remedies.router_replay
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,
                 group=group, sampling=settings.sampling or sampling,
-                router_replay=settings.router_replay or router_replay,
+                router_replay=settings.router_replay or router_replay or planned,
             )
         )  # fmt: skip
     return _RUNNING[settings]

@@ -174,11 +174,14 @@ def _others(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def remedies_in(config: Any) -> Remedies:
-    """Router replay and the trainer's precision in verl's configuration. Raises ConfigError for an unknown recipe."""
-    actor = "actor_rollout_ref.actor"
-    modes = [OmegaConf.select(config, f"{actor}.{engine}.router_replay.mode") for engine in ("megatron", "veomni")]
-    replay = "R3" in modes and bool(config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"))
-    recipe = OmegaConf.select(config, f"{actor}.megatron.override_transformer_config") or {}
+    """Router replay and the trainer's precision in verl's configuration. Raises ConfigError for an unknown recipe.
+
+    verl's Megatron and VeOmni engines replay, and Megatron trains in FP8.
+    """
+    actor = config.actor_rollout_ref.actor
+    mode = OmegaConf.select(actor, f"{actor.strategy}.router_replay.mode")
+    replay = bool(config.actor_rollout_ref.rollout.enable_rollout_routing_replay and mode == "R3")
+    recipe = OmegaConf.select(actor, f"{actor.strategy}.override_transformer_config") or {}
     variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     scales = variables.get(FP32_SCALES, os.environ.get(FP32_SCALES))
     return Remedies(replay, precision_of(recipe.get("fp8"), recipe.get("fp8_recipe"), scales))
@@ -247,6 +250,9 @@ def made_plan(config: Any, settings: Settings) -> Plan:
     """Plan the precision of the rollouts in verl's configuration."""
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
+    remedies = remedies_in(config)
+    if find_gpu(settings.gpu).is_cpu:  # for which no replay is planned
+        remedies = replace(remedies, router_replay=False)
     return plan_for(
         model,
         settings.gpu,
@@ -257,7 +263,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         longest_prompt=int(data.max_prompt_length),
         host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
-        remedies=remedies_in(config),
+        remedies=remedies,
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
     )
 
@@ -294,20 +300,22 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
     for word, (theirs, ours) in pairs.items():
         if theirs != ours:
             yield f"{ROLLOUT}.{word} is {theirs}, and the plan has {ours}; type: {ROLLOUT}.{word}={ours}"
+    planned, running = plan.remedies, remedies_in(config)
+    if planned.router_replay and not running.router_replay:
+        words = " ".join(("model_engine=megatron", *VERL.router_replay))
+        yield f"the plan has router replay, and verl's is off; type: {words} (verl replays with megatron and veomni)"
+    if planned.trainer_precision != running.trainer_precision:
+        recipe = " ".join(VERL.words(Remedies(trainer_precision=planned.trainer_precision)))
+        todo = f"model_engine=megatron {recipe}" if recipe else "leave override_transformer_config.fp8 out"
+        yield (
+            f"verl trains in {running.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
+            f"{todo}, or --trainer-precision {running.trainer_precision} for another plan"
+        )
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):
         yield (
             f"data.max_prompt_length and data.max_response_length are {longest} tokens together, and the plan's "
             f"longest request has {limits.max_model_len}; allowed: shorter ones"
-        )
-    planned, theirs_now = plan.remedies, remedies_in(config)
-    if planned.router_replay and not theirs_now.router_replay:
-        yield f"the plan counts on router replay, and verl does not replay; type: {' '.join(VERL.router_replay)}"
-    if planned.trainer_precision != theirs_now.trainer_precision:
-        words = VERL.words(Remedies(trainer_precision=planned.trainer_precision))
-        yield (
-            f"verl trains in {theirs_now.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
-            f"{' '.join(words) or f'--trainer-precision {theirs_now.trainer_precision} for another plan'}"
         )
     if reason := why_not_shardable(
         setup.shape, setup.precision, limits.tensor_parallel_size, "verl", limits.expert_ranks > 1

@@ -147,6 +147,8 @@ def _resolve(job: Job, mode: str) -> str:
     replicas = job.setup.limits.data_parallel_size
     # vLLM refuses --data-parallel-size above 1 for a dense model (trl/scripts/vllm_serve.py says so too).
     server_problems = [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
+    if job.remedies.router_replay:
+        server_problems.append("its route returns no experts")
     problems = {"colocate": _colocate_problems(job), "server": server_problems}
     for candidate in MODES[1:] if mode == "auto" else (mode,):
         if not problems[candidate]:

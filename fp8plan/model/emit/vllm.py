@@ -235,11 +235,15 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
     """
     if setup.gpu.is_cpu:
         return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
-    stored = _stored_as(setup)
-    powers_of_two = setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
-    if powers_of_two or not setup.precision.in_blocks:
+    if _must_be_e8m0(setup) or not setup.precision.in_blocks:
         return {}
     return {ENGINE_E8M0: "1" if setup.e8m0 else "0"}
+
+
+def _must_be_e8m0(setup: EngineSetup) -> bool:
+    """True if the GPU multiplies no other scales of FP8 blocks than powers of two, or the checkpoint holds such."""
+    stored = _stored_as(setup)
+    return setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
 
 
 def grid_notes(job: Job) -> list[str]:
@@ -247,7 +251,7 @@ def grid_notes(job: Job) -> list[str]:
     setup, trainer = job.setup, job.remedies.trainer_precision
     grid: str = setup.precision.weights
     if setup.precision.in_blocks:
-        grid = BLOCK if vllm_env(setup).get(ENGINE_E8M0) == "0" else POW2
+        grid = POW2 if setup.e8m0 or _must_be_e8m0(setup) else BLOCK
     note = two_grids(trainer, grid) if grid in GRIDS else ""
     return [f"{note}; plan again with --trainer-precision {grid}"] if note else []
 

@@ -74,11 +74,17 @@ def test_a_note_names_the_trainer_whose_numbers_are_the_engines() -> None:
 
 
 def test_trl_refuses_remedies_that_it_does_not_have() -> None:
-    with pytest.raises(ConfigError, match=r"TRL 1\.16 has no router replay; plan again without --router-replay"):
-        plan(REPLAY).emit("trl")
     with pytest.raises(ConfigError, match=r"does not train in fp8_block; allowed: --trainer-precision bf16$"):
         plan(Remedies(trainer_precision="fp8_block")).trl_config()
     assert plan(Remedies(keep_bf16=(1, 1))).trl_config()
+
+
+def test_trl_replays_in_fp8plans_trainer_colocated() -> None:
+    settings = json.loads(plan(REPLAY).emit("trl"))
+    assert settings["grpo_config"]["vllm_mode"] == "colocate"
+    assert settings["trainer"].startswith("GRPOTrainer(..., plan=")  # the plan has the remedy
+    with pytest.raises(ConfigError, match="server: its route returns no experts"):
+        plan(REPLAY).trl_config(mode="server")
 
 
 def test_notes_have_the_words_of_every_trainer() -> None:

@@ -24,6 +24,7 @@ from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.precision import find_precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, remarks
+from fp8plan.runtime.apply.engine.returned_experts import refuse_dense
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
 from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
@@ -240,6 +241,7 @@ def launch(
     runs = _lowered_to_blocks(runs)
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
+    refuse_dense(runs.limits, config, model)
     for remark in remarks(more):
         warn(remark)
     return Launch(runs, kwargs, vllm_env(setup), more, precisions)

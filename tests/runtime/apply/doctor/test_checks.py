@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from fp8plan.model.emit.trainers import TRAINERS
 from fp8plan.runtime.apply.doctor.checks import CHECKS, findings
 from fp8plan.runtime.apply.doctor.observed import Compared, Logged, Observed, RankWeights, State, Temperatures
-from fp8plan.runtime.apply.doctor.trainer_checks import trainer
+from fp8plan.runtime.apply.doctor.trainer_checks import routing, trainer
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.watch.guard.observation import WAY_BACK
 
@@ -227,6 +228,13 @@ def test_an_engine_that_has_one_kind_of_scales_is_not_to_be_changed() -> None:
     assert found.fault == "recipes_differ"
     assert found.todo is not None
     assert "in the engine" not in found.todo
+
+
+def test_the_way_to_replay_is_told_for_every_trainer() -> None:
+    todo = routing(replace(HEALTHY, **facts(routed_experts=False))).todo
+    assert todo is not None
+    for other in TRAINERS:
+        assert f"{other.name}: {' '.join(other.router_replay)}" in todo
 
 
 def test_power_of_two_scales_on_hopper_are_no_fault_beside_a_trainer_with_them() -> None:

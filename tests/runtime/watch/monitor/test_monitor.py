@@ -329,6 +329,17 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
     assert expected(guarded) == 1e-5
 
 
+def test_the_share_of_tokens_routed_differently_is_recorded() -> None:
+    assert schemas.ROUTING_DIFFERS not in Monitor().step(*batch()).metrics
+    for share, recorded in ((0.25, 0.25), (0, 0.0), (1, 1.0), (np.nan, None)):
+        assert Monitor().step(*batch(), routing_differs=share).metrics[schemas.ROUTING_DIFFERS] == recorded
+    monitor = Monitor()
+    for wrong in (-0.1, 1.1, True, "0.1", np.inf):
+        with pytest.raises(ConfigError, match=r"routing_differs is .*; allowed: the share of this rank's tokens"):
+            monitor.step(*batch(), routing_differs=wrong)  # type: ignore[arg-type]
+    assert monitor.steps == 0
+
+
 @pytest.mark.parametrize("controller", LAWS)
 def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: Any) -> None:
     """The engine may run another choice than the plan's own, or step down. A checkpoint does not change this."""
