@@ -18,7 +18,6 @@ FP32_SCALES: Final = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 # vLLM's: DeepGEMM rounds the scales of FP8 blocks to powers of two unless it is "0" (vllm/envs.py, 0.33).
 ENGINE_E8M0: Final = "VLLM_USE_DEEP_GEMM_E8M0"
 
-
 # What a side computes its linears in, by the name of a trainer's precision.
 GRIDS: Final = {
     BF16: "BF16",
@@ -86,6 +85,9 @@ def _megatron(
 ) -> dict[str, tuple[str, ...]]:
     """The words of a trainer on Megatron-Core with TransformerEngine.
 
+    Megatron-Core's guide to low-precision training has the recipes. Of them verl's, slime's and SkyRL's pages show
+    blockwise alone.
+
     recipes:   texts that end in the name of a recipe (fp8_recipe of Megatron-Core's TransformerConfig)
     scales:    text with {} for the value of FP32_SCALES
     more:      further words, for all recipes
@@ -133,8 +135,9 @@ NEMO_RL: Final = Trainer(
     {**_OF_NEMO, POW2: (*_OF_NEMO[POW2], *_POW2_ROLLOUT)},
 )
 
-# slime: slime/utils/arguments.py and docs/en/get_started/customization.md; docs/en/advanced/low-precision.md, with
-# Megatron-LM's own arguments. Ray actors get FP32_SCALES of the environment, by default 1 (slime/ray/actor_group.py).
+# slime: slime/utils/arguments.py and docs/en/get_started/customization.md; docs/en/advanced/low-precision.md and
+# scripts/low_precision, with Megatron-LM's own arguments. Ray actors get FP32_SCALES of the environment, by default 1
+# (slime/ray/actor_group.py).
 SLIME: Final = Trainer(
     "slime",
     ("--use-rollout-routing-replay",),

@@ -30,7 +30,7 @@ def typed_ends(typed: str) -> tuple[int, int]:
 def checked_ends(ends: Sequence[int]) -> tuple[int, int]:
     """The numbers of first and last layers as a tuple. Raises ConfigError unless they are two counts."""
     if not isinstance(ends, Sequence) or len(ends) != 2 or not all(type(n) is int and n >= 0 for n in ends):
-        raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last, e.g. (1, 1)")
+        raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last: (1, 1), typed 1,1")
     first, last = ends
     return first, last
 
