@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fp8plan.model.precision import Precision as Precision
     from fp8plan.model.profile.library import load_profile as load_profile
     from fp8plan.model.risk.expected import RiskBudget as RiskBudget
+    from fp8plan.model.risk.remedies import Remedies as Remedies
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
     from fp8plan.model.tune.search import tune as tune
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from fp8plan.runtime.apply.weight_sync.scored import Scored as Scored
     from fp8plan.runtime.apply.weight_sync.settings import SyncSettings as SyncSettings
     from fp8plan.runtime.measure.probe.probe import probe as probe
+    from fp8plan.runtime.replay import replayed as replayed
+    from fp8plan.runtime.routes import packed_routes as packed_routes
+    from fp8plan.runtime.routes import padded_routes as padded_routes
     from fp8plan.runtime.watch.controller.laws import ConstantThresholds as ConstantThresholds
     from fp8plan.runtime.watch.controller.laws import LevelThresholds as LevelThresholds
     from fp8plan.runtime.watch.controller.state import AlarmLimits as AlarmLimits

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 
 # Groups of options in the help.
 WORKLOAD, ENGINE, TRAINER = "Workload", "Engine (vLLM's names)", "RL step"
-DRAFTS, OUTPUT = "Speculative decoding", "Output"
+REMEDIES, DRAFTS, OUTPUT = "Remedies of the mismatch", "Speculative decoding", "Output"
 PREFIX_CACHING: Final = "--prefix-caching/--no-prefix-caching"
 
 

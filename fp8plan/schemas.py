@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.7", "profile": "1.1", "record": "1.7", "probe": "1.1"}
+VERSIONS: Final = {"plan": "1.8", "profile": "1.1", "record": "1.8", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -46,6 +46,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
     max_cudagraph_capture_size: null: vLLM's own; a number: imposed
+    keep_bf16:       first and last layers that kept their linears in BF16; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
     tool_tokens:     tokens between the turns of each response that no engine generated: of tools and users; null: none
@@ -57,6 +58,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     host_slowdown:   the same as a multiple of a quiet core's
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
+    routed_experts:  the engine returned the experts of each token; null: it did not
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
     inside:          the program that called the engine, as in `fp8plan plan --inside`; null: own
     delta_bytes:     bytes of the sync before, if it sent all that had changed and nothing else
@@ -78,6 +80,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
+    routed_experts: bool | None = None
     kv_cache_tokens: int | None = None
     prompt_lengths: list[int] | None = None
     response_lengths: list[int] | None = None
@@ -92,6 +95,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     max_cudagraph_capture_size: int | None = None
+    keep_bf16: tuple[int, int] | None = None
     experts_hit: int | None = None
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None
@@ -198,6 +202,7 @@ BAND_HIGH: Final = "fp8plan/threshold_high"
 CLIP_FRACTION: Final = "fp8plan/clip_fraction"
 CLIPPED_MASS: Final = "fp8plan/clipped_mass"
 LOST_TOKENS: Final = "fp8plan/lost_tokens"
+ROUTING_DIFFERS: Final = "fp8plan/routing_differs"  # share of the tokens with another expert in at least one layer
 LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
 LOST_WEIGHT: Final = "fp8plan/lost_weight"
 TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
@@ -207,7 +212,7 @@ PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
 # The metrics that `fp8plan monitor` and `report` show.
 SHOWN: Final = (
     REWARD, K3, K3_ROBUST, KL_LIMIT, BASELINE, NEWS, ESS, ESS_RAW, TIS, BAND_LOW, BAND_HIGH, CLIP_FRACTION,
-    CLIPPED_MASS, LOST_TOKENS, TOKENS_PER_S, PREDICTED, PREDICTED_LOW, PREDICTED_HIGH,
+    CLIPPED_MASS, LOST_TOKENS, ROUTING_DIFFERS, TOKENS_PER_S, PREDICTED, PREDICTED_LOW, PREDICTED_HIGH,
 )  # fmt: skip
 
 

@@ -5,9 +5,8 @@
 It writes fp8plan/model/risk/data/mismatch_fit.json. It prints residuals, bounds, coefficients and the error for each
 source, predicted without that source.
 
-Replaying the routes removes half of the KL of MoE routing (R3, arXiv 2510.11370: 1.535e-3 -> 7.5e-4) to two thirds
-(prime-rl#3543). The five exponents are fitted on log KL by Gauss-Newton steps, each one scikit-learn Ridge, which
-shrinks them to 0, the theory.
+The exponents are fitted on log KL by Gauss-Newton steps, each one scikit-learn Ridge, which shrinks them to 0, the
+theory. Rows of one model and source have a part of their noise in common, so that a pair counts by its ratio.
 """
 
 from __future__ import annotations
@@ -36,7 +35,15 @@ from fp8plan.model.risk.fit import (
     log_gradient,
     predicted_kl,
 )
-from fp8plan.model.risk.theory import REFERENCE_LAYERS, RoundingErrors, Setting
+from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, TRAINER_PRECISIONS
+from fp8plan.model.risk.theory import REFERENCE_LAYERS, RoundingErrors, Setting, kernel_variance, trainer_sd
+
+# Grids on which a rollout and a trainer round weights and activations. CHANNEL: checkpoints with one scale per row.
+# BLOCK_OF_FP32: a trainer that rounds its FP32 weights, while the rollout rounds their BF16 copies.
+CHANNEL: Final = "fp8_channel"
+BLOCK_OF_FP32: Final = "fp8_block_of_fp32"
+ROLLOUT_GRIDS: Final = (BF16, BLOCK, POW2, TENSOR, CHANNEL)
+TRAINER_GRIDS: Final = (*TRAINER_PRECISIONS, BLOCK_OF_FP32)
 
 GROUP: Final = 128  # weights in GROUP x GROUP blocks, activations in 1 x GROUP groups (vLLM's FP8_BLOCK)
 E4M3_MIN_EXPONENT: Final = -6  # below 2^-6 E4M3 is subnormal: a fixed step of 2^-9 (OCP OFP8 specification)
@@ -44,7 +51,11 @@ BF16_MANTISSA_BITS: Final = 7
 
 # Standard deviations of the theory's log KL before any data: a factor of two for each term. The common level of all
 # runs (first coefficient) is free.
-PRIOR_SD: Final = (7.0, 0.7, 0.7, 0.7, 0.7)
+PRIOR_SD: Final = (7.0, 0.7, 0.7, 0.7, 0.7, 0.7)
+
+# Part of the noise variance that rows of one model and source have in common: the same weights, kernels and prompts.
+# Assumed.
+SHARED_NOISE: Final = 0.5
 
 
 def round_e4m3(values: ArrayLike) -> FloatArray:
@@ -77,22 +88,51 @@ def quantise_blocks(values: FloatArray, block: tuple[int, int], e8m0: bool = Fal
 
 
 def rounding_errors(size: int = 1024) -> RoundingErrors:
-    """Measure RoundingErrors on a (size, size) standard normal matrix; deterministic, about 0.2 s at 1024."""
-    exact = np.random.default_rng(0).standard_normal((size, size))
-    square, row = (GROUP, GROUP), (1, GROUP)
-    weight = quantise_blocks(exact, square)
+    """Measure RoundingErrors on a (size, size) standard normal matrix; deterministic, about 2 s at 1024."""
+    exact, noise = np.random.default_rng(0).standard_normal((2, size, size))
+    copies = round_bf16(exact)
+    weights = {grid: rounded_weights(copies, grid) for grid in ROLLOUT_GRIDS}
+    trained = weights | {BLOCK_OF_FP32: rounded_weights(exact, BLOCK)}
+    # On Hopper vLLM's DeepGEMM path rounds weights of FP32 scales again, with power-of-two scales. From a trainer on
+    # that grid it is assumed to get them as they are.
+    twice = quantise_blocks(weights[BLOCK], (GROUP, GROUP), e8m0=True)
+    activations = {grid: rounded_activations(exact, grid) for grid in ROLLOUT_GRIDS}
+    bf16 = rms(copies - exact)
+    weight: dict[str, dict[str, float]] = {}
+    activation: dict[str, dict[str, float]] = {}
+    for trainer in TRAINER_GRIDS:
+        held = weights if trainer == POW2 else weights | {POW2: twice}
+        weight[trainer] = {rollout: rms(trained[trainer] - held[rollout]) for rollout in ROLLOUT_GRIDS}
+        grid = BLOCK if trainer == BLOCK_OF_FP32 else trainer
+        activation[trainer] = {}
+        for rollout, difference in weight[trainer].items():
+            # Activations of the two differ before they are rounded: by their kernels, and by unequal weights. E4M3 is
+            # coarse, so a small difference moves some of them by a whole step. On one grid this makes as much as one
+            # rounding error.
+            before = noise * sqrt(kernel_variance(REFERENCE_LAYERS, bf16) + difference**2)
+            after = rounded_activations(exact + before, grid) - activations[rollout]
+            activation[trainer][rollout] = sqrt(max(0.0, rms(after) ** 2 - rms(before) ** 2))
+    return RoundingErrors(weight, activation, kv=rms(quantise_blocks(exact, exact.shape) - exact), bf16=bf16)
 
-    def error(rounded: FloatArray) -> float:
-        return float(np.sqrt(np.mean((rounded - exact) ** 2) / np.mean(exact**2)))
 
-    return RoundingErrors(
-        weight=error(weight),
-        weight_e8m0=error(quantise_blocks(weight, square, e8m0=True)),
-        activation=error(quantise_blocks(exact, row)),
-        activation_e8m0=error(quantise_blocks(exact, row, e8m0=True)),
-        kv=error(quantise_blocks(exact, exact.shape)),
-        bf16=error(round_bf16(exact)),
-    )
+def rounded_weights(values: FloatArray, grid: str) -> FloatArray:
+    """Weights on a grid of ROLLOUT_GRIDS, of the same shape."""
+    if grid == BF16:
+        return values
+    block = {TENSOR: values.shape, CHANNEL: (1, values.shape[1])}.get(grid, (GROUP, GROUP))
+    return quantise_blocks(values, block, e8m0=grid == POW2)
+
+
+def rounded_activations(values: FloatArray, grid: str) -> FloatArray:
+    """Activations on a grid of ROLLOUT_GRIDS, of the same shape: with one scale for a group, or for all."""
+    if grid == BF16:
+        return values
+    block = {TENSOR: values.shape, CHANNEL: (1, values.shape[1])}.get(grid, (1, GROUP))
+    return quantise_blocks(values, block, e8m0=grid == POW2)
+
+
+def rms(values: FloatArray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +153,11 @@ class Observation:
     weight: float
 
     def variance(self, noise_variance: float) -> float:
-        """The variance of log KL around the model: 1/weight times that of a run, plus the width of a range."""
-        return noise_variance / self.weight + self.spread**2
+        """The variance of log KL around the model: 1/weight times that of a run, plus the width of a range.
+
+        Runs with an FP8 trainer have a variance of their own besides.
+        """
+        return noise_variance / self.weight + self.spread**2 + trainer_sd(self.setting) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +177,22 @@ def read_observations(path: Path = OBSERVATIONS) -> list[Observation]:
 
 def _observation(row: dict[str, str]) -> Observation:
     layers = float(row["layers"] or REFERENCE_LAYERS)
-    fp8 = row["weights"] == "fp8_block"
+    trainer = row.get("trainer_precision") or BF16
+    rollout = POW2 if row["weights"] == BLOCK and row["e8m0"] == "1" else row["weights"]
     kl, spread = (float(row["kl"]) if row["kl"] else None), 0.0
     if row["kind"] == "range":
         low, high = float(row["kl_low"]), float(row["kl_high"])
         kl, spread = sqrt(low * high), log(high / low) / (2 * Z90)
     setting = Setting(
         layers=layers,
-        quantised_layers=layers if fp8 else 0.0,
+        quantised_layers=layers,
         kv_layers=float(row.get("kv_layers") or layers),
-        moe=row["moe"] == "1",
+        expert_layers=layers if row["moe"] == "1" else 0.0,
         qk_norm=row["qk_norm"] != "0",
-        fp8_weights=fp8,
+        rollout=rollout,
         fp8_kv=row["kv"] == "fp8",
-        e8m0=row["e8m0"] == "1",
+        trainer=trainer,
+        router_replay=row.get("router_replay") == "1",
     )
     return Observation(
         source=row["source"],
@@ -165,18 +210,24 @@ def fit(observations: list[Observation], errors: RoundingErrors, steps: int = 10
     """Fit the coefficients and the spread between runs to the rows of positive weight."""
     rows = [(o, log(o.kl)) for o in observations if o.weight > 0 and o.kl is not None]
     prior = np.array(PRIOR_SD)
+    related = np.array([[a is not b and (a.source, a.model) == (b.source, b.model) for a, _ in rows] for b, _ in rows])
+    plain = [trainer_sd(o.setting) == 0 for o, _ in rows]
     beta, noise = np.zeros(len(COEFFICIENTS)), 0.5
     for _ in range(steps):
         jacobian = np.array([log_gradient(o.setting, beta, errors, o.quantisation_only) for o, _ in rows])
         residual = np.array([y - log(compared_kl(o, beta, errors)) for o, y in rows])
-        weights = np.array([1 / o.variance(noise**2) for o, _ in rows])
+        variance = np.diag([o.variance(noise**2) for o, _ in rows]) + SHARED_NOISE * noise**2 * related
+        white = np.linalg.inv(np.linalg.cholesky(variance))  # makes rows independent, of variance 1
         # Columns scaled by the prior make Ridge's penalty of 1 that prior.
         model = Ridge(alpha=1.0, fit_intercept=False, solver="cholesky")
-        model.fit(jacobian * prior, residual + jacobian @ beta, sample_weight=weights)
+        model.fit(white @ jacobian * prior, white @ (residual + jacobian @ beta))
         beta = model.coef_ * prior
-        # The spread for which the weighted squares average 1: the scatter of rows beyond their own width.
-        noise *= float(np.sqrt(weights @ residual**2 / (len(rows) - len(COEFFICIENTS))))
-    covariance = np.linalg.inv(jacobian.T @ (jacobian * weights[:, None]) + np.diag(prior**-2))
+        # The spread for which the squares average 1, of rows without a spread of their own: their scatter beyond their
+        # own width.
+        squares = (residual**2 / variance.diagonal())[plain]
+        used = np.count_nonzero(jacobian[plain].any(axis=0))
+        noise *= float(np.sqrt(squares.sum() / (len(squares) - used)))
+    covariance = np.linalg.inv((white @ jacobian).T @ (white @ jacobian) + np.diag(prior**-2))
     return MismatchFit(_rounded(beta), tuple(_rounded(row) for row in covariance), round(noise, 6), errors)
 
 
@@ -211,8 +262,13 @@ def to_dict(result: MismatchFit) -> dict[str, Any]:
         "coefficients": dict(zip(COEFFICIENTS, result.coefficients, strict=True)),
         "covariance": [list(row) for row in result.covariance],
         "noise_sd": result.noise_sd,
-        "errors": {name: round(value, 8) for name, value in asdict(result.errors).items()},
+        "errors": _shortened(asdict(result.errors)),
     }
+
+
+def _shortened(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with rounded numbers, also of the tables within."""
+    return {name: _shortened(x) if isinstance(x, dict) else round(x, 8) for name, x in values.items()}
 
 
 def run(path: Path | None = FIT) -> str:
@@ -247,11 +303,11 @@ def report(result: MismatchFit, observations: list[Observation], left: list[Left
     """Rows predicted without their source, bounds, coefficients and the leave-one-source-out error, as text."""
     lines = [
         "KL per token, each row predicted without its source",
-        _row("source", "model", "rollout", "weight", "observed", "predicted", "factor", "90%"),
+        _row("source", "model", "rollout, trainer", "weight", "observed", "predicted", "factor", "90%"),
         *(_left_out_row(row) for row in left),
         "",
         "bounds, not fitted (predicted by the whole fit)",
-        _row("source", "model", "rollout", "kind", "bound", "predicted", "", "holds"),
+        _row("source", "model", "rollout, trainer", "kind", "bound", "predicted", "", "holds"),
         *(_bound_row(o, o.kl, result) for o in observations if o.kind in ("low", "high") and o.kl is not None),
         "",
         "log factors on the theory, with standard deviation",
@@ -278,12 +334,16 @@ def _bound_row(o: Observation, bound: float, result: MismatchFit) -> str:
 
 def _rollout(o: Observation) -> str:
     s = o.setting
-    name = "+".join(part for part, on in (("fp8_block", s.fp8_weights), ("fp8_kv", s.fp8_kv)) if on) or "bf16"
-    return name + (" moe" if s.moe else "")
+    words = [s.rollout if s.rollout != BF16 or not s.fp8_kv else ""]
+    words += ["fp8_kv"] if s.fp8_kv else []
+    words += ["moe"] if s.moe else []
+    words += ["replay"] if s.router_replay else []
+    words += [f"to {s.trainer}"] if s.trainer != BF16 else []
+    return " ".join(word for word in words if word)
 
 
 def _row(*cells: str) -> str:
-    widths = (16, 30, 22, 6, 9, 9, 6, 5)
+    widths = (16, 27, 33, 6, 9, 9, 6, 5)
     return "  ".join(cell[:width].ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 

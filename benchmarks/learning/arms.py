@@ -94,12 +94,14 @@ class Arm:
     correction:     a name in CORRECTIONS
     kv_scales:      "measured" after each sync, or "unit": 1.0, as vLLM leaves them
     mismatch:       a scenario of `strength`, `stale` or `broken`
+    replay:         the trainer replays the experts that the engine picked
     """
 
     precision: str = "fp8"
     correction: str = "tis"
     kv_scales: str = "measured"
     mismatch: str = "benign"
+    replay: bool = False
 
     def preset(self, device: str) -> str:
         """The name of the precision on a device, "cpu" or "cuda"."""
@@ -122,6 +124,10 @@ MAIN: Final = {
 }
 
 
+# For policies with experts.
+REPLAY: Final = {"fp8-replay": Arm(correction="none", replay=True), "fp8-replay-tis": Arm(replay=True)}
+
+
 def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Arm]:
     """Each correction under each scenario."""
     return {
@@ -139,9 +145,9 @@ CONTROL: Final = _under(
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
 EVERY: Final = (*JUDGED, "benign")
 DEFAULTS: Final = _under(EVERY, ("none", "tis", "tis_1.4", "adaptive"))
-GROUPS: Final = {"main": MAIN, "control": CONTROL, "defaults": DEFAULTS}
+GROUPS: Final = {"main": MAIN, "replay": REPLAY, "control": CONTROL, "defaults": DEFAULTS}
 GROUPS |= {name.replace("_", "-"): _under(EVERY, ("tis", name)) for name in CANDIDATES}
-ARMS: Final = MAIN | CONTROL | DEFAULTS | _under(EVERY, CANDIDATES)  # in the order of tables
+ARMS: Final = MAIN | REPLAY | CONTROL | DEFAULTS | _under(EVERY, CANDIDATES)  # in the order of tables
 
 
 def arm_named(name: str) -> Arm:

@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.learning.policies.tasks import Problem
+from fp8plan.runtime.routes import padded_routes
 
 SPREAD_FLOOR = 1e-6  # of a group's rewards
 
 
 class Sample(NamedTuple):
-    """One response: its problem, tokens and the engine's log-prob of each, in nats."""
+    """One response: its problem, tokens and the engine's log-prob of each, in nats.
+
+    routes: the experts of each token (tokens, layers, experts per token), if the engine returned them
+    """
 
     problem: Problem
     tokens: list[int]
     logprobs: list[float]
+    routes: Any = None
 
 
 class Batch(NamedTuple):
@@ -29,6 +34,7 @@ class Batch(NamedTuple):
     mask:             [rows, longest response], true where there is a token
     rollout_logprobs: [rows, longest response]
     advantages:       [rows, 1]
+    routes:           [rows, length, layers, experts per token], which the trainer replays; None: it picks its own
     """
 
     tokens: Tensor
@@ -36,17 +42,19 @@ class Batch(NamedTuple):
     mask: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
+    routes: Tensor | None = None
 
     def to(self, device: str) -> Batch:
-        return Batch(*(part.to(device) for part in self))
+        return Batch(*(None if part is None else part.to(device) for part in self))
 
     def rows(self, part: slice) -> Batch:
         """Some rows, as long as their longest."""
-        few = Batch(*(x[part] for x in self))
+        few = Batch(*(None if x is None else x[part] for x in self))
         longest = int(few.mask.sum(1).max()) if few.mask.numel() else 0
         length = int((few.first + few.mask.sum(1)).max()) if few.mask.numel() else 0
         cut = few._replace(mask=few.mask[:, :longest], rollout_logprobs=few.rollout_logprobs[:, :longest])
-        return cut._replace(tokens=few.tokens[:, :length])
+        routes = None if few.routes is None else few.routes[:, :length]
+        return cut._replace(tokens=few.tokens[:, :length], routes=routes)
 
 
 def samples_of(problems: Sequence[Problem], outputs: Sequence[Any]) -> list[Sample]:
@@ -55,7 +63,7 @@ def samples_of(problems: Sequence[Problem], outputs: Sequence[Any]) -> list[Samp
     for problem, output in zip(problems, outputs, strict=True):
         (response,) = output.outputs
         logprobs = [at[token].logprob for token, at in zip(response.token_ids, response.logprobs, strict=True)]
-        samples.append(Sample(problem, list(response.token_ids), logprobs))
+        samples.append(Sample(problem, list(response.token_ids), logprobs, response.routed_experts))
     return samples
 
 
@@ -70,7 +78,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def batch_of(samples: Sequence[Sample], rewards: Sequence[float], group: int) -> Batch:
-    """The padded batch; samples of one prompt, `group` of them, follow each other."""
+    """The padded batch; samples of one prompt, `group` of them, follow each other. It has the samples' routes."""
     rows, longest = len(samples), max(len(sample.tokens) for sample in samples)
     length = max(len(sample.problem.prompt) + len(sample.tokens) for sample in samples)
     tokens, mask = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, longest, dtype=torch.bool)
@@ -80,7 +88,14 @@ def batch_of(samples: Sequence[Sample], rewards: Sequence[float], group: int) ->
         tokens[row, : len(both)] = torch.tensor(both)
         mask[row, : len(sample.tokens)] = True
         logprobs[row, : len(sample.tokens)] = torch.tensor(sample.logprobs)
-    return Batch(tokens, first, mask, logprobs, advantages(torch.tensor(rewards).view(-1, group)).view(-1, 1))
+    gains = advantages(torch.tensor(rewards).view(-1, group)).view(-1, 1)
+    batch = Batch(tokens, first, mask, logprobs, gains)
+    if samples[0].routes is None:
+        return batch
+    lengths = first + mask.sum(1)
+    return batch._replace(
+        routes=padded_routes([sample.routes for sample in samples], torch.arange(length) < lengths[:, None])
+    )
 
 
 def micro_batches(batch: Batch, most_tokens: int) -> Iterator[slice]:

@@ -45,6 +45,7 @@ def figures(run: RunFolder) -> dict[str, Any]:
     kl_late, tis_late:        k3 and C: means over the last ten steps
     tis_least:                the lowest C but the first step's
     bf16_steps:               steps that ran in BF16
+    routing_differs:          median share of the tokens that trainer and engine route differently; None if unknown
     """
     steps = run.rows("steps.jsonl")
     metrics = [row["metrics"] for row in run.rows("run.jsonl")]
@@ -68,6 +69,7 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "tis_least": min(filter(None, bounds[1:]), default=None),
         "tis_late": _mean(bounds[LATE]),
         "bf16_steps": sum(row["precision"] == "bf16" for row in steps),
+        "routing_differs": _median([step.get(schemas.ROUTING_DIFFERS) for step in metrics]),
     }
     return {name: _rounded(value) for name, value in made.items()}
 

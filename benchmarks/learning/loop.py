@@ -80,7 +80,8 @@ class Loop:
         )  # fmt: skip
         self.first = self.trainer.tensors() if arm.mismatch == "broken" else {}
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
-        self.limits, pool = predicted.limits_of(self.gpu, self.task, settings.memory / settings.at_once)
+        limits, pool = predicted.limits_of(self.gpu, self.task, settings.memory / settings.at_once)
+        self.limits = replace(limits, enable_return_routed_experts=arm.replay)
         self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
         setup = EngineSetup(str(settings.checkpoint), self.gpu, self.precision, self.limits)
         with held_back():
@@ -132,7 +133,12 @@ class Loop:
         mean = sum(rewards) / len(rewards)
         versions = [self.engine.state.version] * len(samples)
         corrected = self.monitor.step(
-            old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
+            old,
+            batch.rollout_logprobs,
+            batch.mask,
+            versions=versions,
+            routing_differs=self.trainer.routing_differs(batch) if self.arm.replay else None,
+            metrics={schemas.REWARD: mean},
         )
         self.trainer.update(batch, old, corrected.mask, corrected.weights)
         self.step += 1
@@ -162,7 +168,7 @@ class Loop:
             stop_token_ids=list(self.task.stop), detokenize=False, flat_logprobs=True,
         )  # fmt: skip
         begun = time.perf_counter()
-        drawn = samples_of(problems, self.engine.generate(inputs, sampling))
+        drawn = samples_of(problems, self.engine.generate(inputs, sampling, routed_experts=self.arm.replay))
         seconds = time.perf_counter() - begun
         return drawn, [self.task.reward(sample.problem, sample.tokens) for sample in drawn], seconds
 

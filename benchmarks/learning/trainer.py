@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.learning.grpo import Batch, micro_batches, token_losses, train_logprobs
+from fp8plan.runtime.replay import replayed
 
 
 class Trainer:
@@ -41,12 +42,20 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
-        """The policy's log-probs of the batch, [rows, longest response]."""
+        """The policy's log-probs of the batch, [rows, longest response], with the routes that the batch has."""
         values = torch.zeros_like(batch.rollout_logprobs)
         for part in micro_batches(batch, self.micro_tokens):
             few = batch.rows(part)
             values[part, : few.mask.shape[1]] = self._forward(few)
         return values
+
+    @torch.no_grad()
+    def routing_differs(self, batch: Batch) -> float:
+        """The share of tokens for which this policy and the engine pick another expert in at least one layer."""
+        few = batch.rows(next(micro_batches(batch, self.micro_tokens)))
+        with replayed(self.policy, few.routes) as replay:
+            self._own(few)
+        return replay.differing().tokens
 
     def update(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> None:
         """One optimiser step.
@@ -96,6 +105,13 @@ class Trainer:
         return time.perf_counter()
 
     def _forward(self, few: Batch) -> Tensor:
+        if few.routes is None:
+            return self._own(few)
+        with replayed(self.policy, few.routes):
+            return self._own(few)
+
+    def _own(self, few: Batch) -> Tensor:
+        """The log-probs, with the routing that the policy's modules have."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu"):
             return train_logprobs(self.policy, few, self.temperature)
 

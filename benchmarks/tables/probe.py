@@ -1,13 +1,16 @@
 """The mismatch of four precisions, measured on an H200 on a small model, from committed files.
 
     python -m benchmarks.tables.probe
+    python -m benchmarks.tables.probe predict     # writes what is expected of small models with remedies
 
 `fp8plan probe` made them (profiles/README.md).
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from math import exp, log
 from pathlib import Path
@@ -15,17 +18,29 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.tables import markdown
+from fp8plan import jsonl
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import Z90
+from fp8plan.model.risk.remedies import BF16, BLOCK, Remedies
 from fp8plan.model.risk.theory import SMALL_LANGUAGE_FACTOR
+from tools.risk_report import leave_one_source_out, read_observations, rounding_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
 SMALL = {"SmolLM2-135M": MEASURED / "smollm2", "Gemma 3 270M": MEASURED / "gemma"}
 TOKENS = 2000.0  # of a response; the theory's KL per token does not depend on it
 PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
+LEARNING = ROOT / "benchmarks" / "learning" / "gpus"
+REMEDIES = {
+    "none": Remedies(),
+    "router replay": Remedies(router_replay=True),
+    "trainer fp8_block": Remedies(trainer_precision=BLOCK),
+    "keep_bf16 1 1": Remedies(keep_bf16=(1, 1)),
+    "trainer fp8_block, keep_bf16 1 1": Remedies(trainer_precision=BLOCK, keep_bf16=(1, 1)),
+    "router replay, trainer fp8_block": Remedies(router_replay=True, trainer_precision=BLOCK),
+}
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -88,6 +103,71 @@ def small_models() -> str:
     about = "\n\n".join(_about(probed, _rows(probed)) for probed in map(read, SMALL.values()))
     off = f"Errors (RMS, largest): the theory {_worst(plain)}; each model left out {_worst(residuals)}."
     return f"{markdown.table(heads, lines)}\n\nFactors: {factors}. {off}\n\n{about}"
+
+
+def measured_without() -> dict[str, tuple[ModelShape, dict[str, float]]]:
+    """Model -> its shape, and precision -> KL measured without a remedy. That of the MoE is of its training's start."""
+    models = {}
+    for name, folder in SMALL.items():
+        rows = _rows(read(folder)).items()
+        models[name] = shape_of(folder), {key: row["figures"]["kl_k3"]["value"] for key, row in rows}
+    runs = {row["arm"]: row["kl_first"] for row in jsonl.rows(LEARNING / "h100.jsonl") if row["policy"] == "moe"}
+    models["moe"] = shape_of(LEARNING / "shapes" / "moe"), {BF16: runs["bf16"], "fp8_block+fp8_kv": runs["fp8"]}
+    return models
+
+
+def predictions() -> list[dict[str, str]]:
+    """A row for each small model, precision and remedy: the expected KL with its band, and the anchored KL.
+
+    The anchored KL is a measured one times the expected ratio. It was measured with the same roundings on either side,
+    or, where the MoE lacks these, with all.
+    """
+    rows = []
+    for model, (shape, measured) in measured_without().items():
+        for name, remedies in REMEDIES.items():
+            if remedies.router_replay and model != "moe":
+                continue
+            for precision in PRECISIONS:
+                anchor = precision
+                if remedies.trainer_precision == BLOCK:
+                    anchor = BLOCK if PRESETS[precision].kv == "bf16" else "fp8_block+fp8_kv"
+                if anchor not in measured:
+                    anchor = "fp8_block+fp8_kv"
+                kl, plain = (
+                    mismatch_risk(shape, PRESETS[key], [TOKENS], e8m0=False, remedies=each)
+                    for key, each in ((precision, remedies), (anchor, Remedies()))
+                )
+                cells = {"model": model, "precision": precision, "remedies": name}
+                figures = {"kl_k3": kl.kl_k3, "low": kl.kl_k3_low, "high": kl.kl_k3_high}
+                figures["anchored"] = measured[anchor] * kl.kl_k3 / plain.kl_k3
+                rows.append(cells | {key: f"{value:.3g}" for key, value in figures.items()} | {"anchor": anchor})
+    return rows
+
+
+def published_pairs() -> str:
+    """Published runs with a remedy and those that they are compared with, each predicted without its source."""
+    left = leave_one_source_out(read_observations(), rounding_errors())
+    heads = ("source", "model", "rollout", "trainer", "router replay", "KL k3", "expected (90%)")
+    run = [(row, row.observation, row.observation.setting) for row in left]
+    paired = {(o.source, o.model) for _, o, setting in run if setting.router_replay or setting.trainer != BF16}
+    lines = []
+    for row, o, setting in run:
+        if (o.source, o.model) in paired and o.kl is not None:
+            low, high = (o.kl * exp(sign * Z90 * o.spread) for sign in (-1, 1))
+            kl = f"{low:.1e} to {high:.1e}" if o.spread else f"{o.kl:.1e}"
+            ends = [f"{row.predicted * exp(sign * row.halfwidth):.1e}" for sign in (-1, 1)]
+            replay = ("yes" if setting.router_replay else "no") if setting.moe else "-"
+            cells = (o.source, o.model, setting.rollout, setting.trainer, replay, kl)
+            lines.append((*cells, f"{row.predicted:.1e} ({' to '.join(ends)})"))
+    return markdown.table(heads, lines)
+
+
+def write_predictions(path: Path = MEASURED / "predicted.csv") -> None:
+    rows = predictions()
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def scales_of(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
@@ -176,4 +256,6 @@ def _shares(probed: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["predict"]:
+        write_predictions()
     print(table(), small_models(), fixed_scales(), sep="\n\n")

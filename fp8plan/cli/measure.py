@@ -13,7 +13,8 @@ import typer
 from fp8plan.cli.console import print_notes, show, starting_engines
 from fp8plan.cli.program import app, option
 from fp8plan.errors import ConfigError
-from fp8plan.options import ENGINE, OUTPUT
+from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies, typed_ends
+from fp8plan.options import ENGINE, OUTPUT, REMEDIES
 
 
 class Grid(StrEnum):
@@ -32,6 +33,22 @@ def probe_command(
         Path | None, typer.Option(help="JSON lines with prompt_token_ids, messages or prompt; default: 16 tasks")
     ] = None,
     most_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None,
+    trainer_precision: Annotated[
+        list[str] | None,
+        option(REMEDIES, f"of the trainer's linears: {', '.join(TRAINER_PRECISIONS)}; repeat", "bf16", metavar="NAME"),
+    ] = None,
+    router_replay: Annotated[
+        bool, option(REMEDIES, "score also with the experts that the engine picked", flag="--router-replay")
+    ] = False,
+    keep_bf16: Annotated[
+        list[str] | None,
+        option(
+            REMEDIES,
+            "first and last layers whose linears stay in BF16, in engine and trainer; repeat",
+            "0,0",
+            metavar="FIRST,LAST",
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(help="responses per prompt")] = 4,
     max_tokens: Annotated[int, typer.Option(help="of a response")] = 512,
     temperature: Annotated[float, typer.Option(help="of the run's rollouts")] = 1.0,
@@ -52,7 +69,8 @@ def probe_command(
 ) -> None:
     """Measure the mismatch of each precision.
 
-    vLLM samples, the BF16 reference scores the same tokens.
+    vLLM samples, the trainer's model scores the same tokens. With several trainer precisions, numbers of kept layers,
+    or router replay, each combination is measured.
     """
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import find_gpu
@@ -65,6 +83,12 @@ def probe_command(
     from fp8plan.views.findings import probe_report
 
     card = find_gpu(gpu)
+    remedies = [
+        Remedies(replayed, trainer, kept)
+        for kept in map(typed_ends, keep_bf16 or ["0,0"])
+        for trainer in trainer_precision or [BF16]
+        for replayed in ([False, True] if router_replay else [False])
+    ]
     scales = cast("Any", kv_scales)  # checked there
     sparse = None if top_k is None else TopK.parse(top_k)
     settings = SampleSettings(max_tokens, samples, temperature, seed, scales, after=after, top_k=sparse)
@@ -89,6 +113,7 @@ def probe_command(
             precision,
             None if prompts is None else read_prompts(prompts),
             gpu=card,
+            remedies=remedies,
             settings=settings,
             limits=limits,
             most_prompts=most_prompts,
@@ -101,7 +126,7 @@ def probe_command(
         print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
     else:
         show(probe_report(measured))
-    if all(probed.error for probed in measured.precisions.values()):
+    if all(probed.error for probed in measured.findings):
         raise typer.Exit(1)
 
 

@@ -18,6 +18,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.shards import check_target, strictest
@@ -150,6 +151,7 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
         "limits": EngineLimits.for_gpu(card, shape.recurrent, **limits),
         "trainer": StepTimes(**words[StepTimes]) if words[StepTimes] else None,
         "budget": RiskBudget(accept=accept),
+        "remedies": Remedies(**words[Remedies]),
         "kv_scales_calibrated": outputs.scales == "calibrated",
         "target": strictest([target for target, _ in outputs.emissions]),
         "workers": _cores(),

@@ -15,6 +15,7 @@ from fp8plan.cli import console
 from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, starting_engines
 from fp8plan.cli.program import app, not_none, option
 from fp8plan.errors import ConfigError
+from fp8plan.model.risk.remedies import TRAINER_PRECISIONS
 from fp8plan.options import ENGINE, OUTPUT, PREFIX_CACHING
 
 
@@ -207,6 +208,9 @@ def doctor_command(
     precision: Annotated[
         str | None, typer.Option(help="that was planned: bf16, fp8_block, fp8_kv or fp8_block+fp8_kv")
     ] = None,
+    trainer_precision: Annotated[
+        str | None, option(None, f"of the trainer's linears: {', '.join(TRAINER_PRECISIONS)}", metavar="NAME")
+    ] = None,
     api_key: Annotated[
         str | None, option(None, "of the server", "VLLM_API_KEY or OPENAI_API_KEY of the environment", metavar="KEY")
     ] = None,
@@ -220,7 +224,7 @@ def doctor_command(
     """
     for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
     if host:
-        if target or engine or gpu or precision or for_a_server:
+        if target or engine or gpu or precision or trainer_precision or for_a_server:
             raise ConfigError("--host times this machine's CPU; leave out TARGET, and options other than --json")
         from fp8plan.runtime.this_host import time_host
 
@@ -229,7 +233,7 @@ def doctor_command(
         print(json.dumps({"host_loop_s": loop_s}) if as_json else f"for engines on this machine: plan ... {option_s}")
         return
     if engine:
-        if target or precision or for_a_server:
+        if target or precision or trainer_precision or for_a_server:
             raise ConfigError(
                 "--engine tests the installed vLLM; leave out TARGET, and options other than --gpu and --json"
             )
@@ -242,7 +246,7 @@ def doctor_command(
     else:
         from fp8plan.runtime.apply.doctor.doctor import doctor
 
-        diagnosis = doctor(target, gpu=gpu, precision=precision, **for_a_server)
+        diagnosis = doctor(target, gpu=gpu, precision=precision, trainer_precision=trainer_precision, **for_a_server)
     if as_json:
         print(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
     else:

@@ -197,8 +197,8 @@ def settings_of(thresholds: Mapping[str, Any]) -> CorrectionSettings:
 LOGGED: Final = (
     "rollout_corr/kl", "rollout_corr/k3_kl", "fp8plan/k3_robust", "fp8plan/ess_raw", schemas.ESS,
     schemas.CLIP_FRACTION, schemas.CLIPPED_MASS, schemas.LOST_TOKENS, schemas.LOST_SEQUENCES, schemas.TIS,
-    schemas.BAND_LOW, schemas.BAND_HIGH, "fp8plan/alarms", "fp8plan/invalid", schemas.TOKENS_PER_S, schemas.PREDICTED,
-    schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH,
+    schemas.BAND_LOW, schemas.BAND_HIGH, "fp8plan/alarms", "fp8plan/invalid", schemas.ROUTING_DIFFERS,
+    schemas.TOKENS_PER_S, schemas.PREDICTED, schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH,
 )  # fmt: skip
 
 

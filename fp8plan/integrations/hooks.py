@@ -67,6 +67,8 @@ class HookSettings(TrainerSettings, frozen=True):
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
+    router_replay: true: the trainer's log-probs have the experts that the engine picked; so do those of a plan with
+                 router replay
 
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
@@ -78,6 +80,7 @@ class HookSettings(TrainerSettings, frozen=True):
     veto: float | None = None
     sampling: Sampling | None = None
     share: bool | None = None
+    router_replay: bool = False
 
     def correction(self) -> CorrectionSettings:
         """The correction of gradients, with the thresholds to begin with. Raises ConfigError for a contradiction."""
@@ -204,10 +207,12 @@ def _nothing(monitor: Monitor) -> tuple[MismatchSums, Correction]:
 _RUNNING: dict[HookSettings, MicroBatches] = {}
 
 
-def running(settings: HookSettings, share: bool = True, sampling: Sampling | None = None) -> MicroBatches:
+def running(
+    settings: HookSettings, share: bool = True, sampling: Sampling | None = None, router_replay: bool = False
+) -> MicroBatches:
     """This process's MicroBatches for `settings`, made at the first call.
 
-    share, sampling: values for settings that leave them open
+    share, sampling, router_replay: values for settings that leave them open
 
     Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """
@@ -216,10 +221,12 @@ def running(settings: HookSettings, share: bool = True, sampling: Sampling | Non
         if not (share if settings.share is None else settings.share):
             group = ALONE
         correction, plan = settings.correction(), settings.read_plan()
+        planned = plan is not None and plan.remedies.router_replay
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,
                 group=group, sampling=settings.sampling or sampling,
+                router_replay=settings.router_replay or router_replay or planned,
             )
         )  # fmt: skip
     return _RUNNING[settings]

@@ -47,7 +47,8 @@ def correct(
 
     from fp8plan.runtime.watch.correction.rejection import divergence
 
-    batches = running(settings_at(), sampling=sampling_in(args))
+    replay = getattr(args, "use_rollout_routing_replay", False)
+    batches = running(settings_at(), sampling=sampling_in(args), router_replay=replay)
     lengths = total_lengths, response_lengths
     logprobs = train_log_probs, rollout_log_probs
     train, rollout = (torch.cat(_across_ranks(parts, *lengths, gather=True)).detach() for parts in logprobs)

@@ -25,7 +25,7 @@ class Limit:
     """One limit under all its names.
 
     field:  of EngineLimits
-    part:   the part of a VllmConfig with the limit, under vLLM's argument
+    part:   the part of a VllmConfig with the limit, under vLLM's argument; "" if versions of vLLM have it elsewhere
     record: field of a rollout record; "" if records lack it
     verl:   word in verl's actor_rollout_ref.rollout; "" if verl has none with the same values
     """
@@ -57,6 +57,7 @@ LIMITS: Final = (
     Limit("scheduler_reserve_full_isl", "scheduler_config"),
     Limit("num_gpu_blocks", "cache_config"),
     Limit("max_cudagraph_capture_size", "compilation_config"),
+    Limit("enable_return_routed_experts", "", "routed_experts"),
 )
 RECORDED: Final = {limit.record: limit.field for limit in LIMITS if limit.record}
 VERLS: Final = {limit.verl: limit.field for limit in LIMITS if limit.verl}
@@ -122,6 +123,7 @@ class EngineLimits:
                             experts, and changes nothing at tensor_parallel_size 1
     max_cudagraph_capture_size: the most tokens of a step that runs as a CUDA graph; None: at most 512 or, on data
                             center Blackwell since vLLM 0.28 and for gpt-oss, 1,024
+    enable_return_routed_experts: return the experts of each token, for router replay
     """
 
     gpu_memory_utilization: Annotated[float, Option(ENGINE, default=VLLMS)] = 0.92
@@ -144,6 +146,7 @@ class EngineLimits:
     max_cudagraph_capture_size: Annotated[
         int | None, Option(ENGINE, "tokens of the largest step with a CUDA graph", VLLMS)
     ] = None
+    enable_return_routed_experts: bool = False
 
     @classmethod
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **limits: Any) -> EngineLimits:
@@ -216,6 +219,12 @@ class EngineLimits:
         for name in (f.name for f in fields(self) if isinstance(f.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
+        if self.enable_return_routed_experts and not self.enable_prefix_caching:
+            raise ConfigError(
+                'enable_return_routed_experts is True without prefix caching, which vLLM needs for it ("AuxOutput '
+                'Connector requires prefix caching"); type --prefix-caching (enable_prefix_caching=True), or leave '
+                "--router-replay out"
+            )
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; allowed: a multiple of 16")
         self._derive()

@@ -15,6 +15,7 @@ import numpy as np
 from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
+from fp8plan.model.cost.routes import route_end_cost
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -165,7 +166,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     seconds = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
-    starting, pace = start_cost(plan.requests, plan.prompt_tokens, model.profile), model.pace
+    starting, pace = _beside_steps(plan, model), model.pace
     start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
     in_front = float(front.seconds.sum())
@@ -221,6 +222,15 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     )
 
 
+def _beside_steps(plan: Schedule, model: StepModel) -> Cost:
+    """Seconds before the first step, and after the last, shape (1,)."""
+    beside = start_cost(plan.requests, plan.prompt_tokens, model.profile)
+    if not model.limits.enable_return_routed_experts:
+        return beside
+    tokens = (plan.prompt_tokens + plan.total(plan.steps * plan.made)) / plan.requests
+    return beside + route_end_cost(float(plan.decode_requests[-1]) * tokens, model.profile)
+
+
 def makespans(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[float]:
     """The makespan of several rollouts on one engine, timed together: a tenth of the work of `rollout` for each.
 
@@ -237,7 +247,7 @@ def clocks(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[lis
     ends, rest = list[list[FloatArray]](), iter(at)
     for replicas in rollouts:
         in_engine, fronts = _row_seconds(replicas, [step_seconds[next(rest)] for _ in replicas], model)
-        starts = [start_cost(plan.requests, plan.prompt_tokens, model.profile).seconds[0] for plan in replicas]
+        starts = [_beside_steps(plan, model).seconds[0] for plan in replicas]
         rows = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
         ends.append([float(start) * model.pace + np.cumsum(row) for start, row in zip(starts, rows, strict=True)])
     return ends

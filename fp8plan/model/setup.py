@@ -20,6 +20,7 @@ from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.remedies import checked_ends
 from fp8plan.version import planned_version
 
 # The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
@@ -63,6 +64,8 @@ class EngineSetup:
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
     inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     engine_version: version of vLLM; None: the installed one, else that of the newest profile
+    keep_bf16: first and last layers that keep their linears in BF16 beside FP8 weights; without effect on BF16 weights
+    e8m0:      FP8 blocks have scales that are powers of two, as in a trainer with fp8_block_pow2
     """
 
     model: str | ModelShape
@@ -71,6 +74,8 @@ class EngineSetup:
     limits: EngineLimits
     inside: str
     engine_version: str
+    keep_bf16: tuple[int, int]
+    e8m0: bool
 
     def __init__(
         self,
@@ -80,6 +85,8 @@ class EngineSetup:
         limits: EngineLimits | None = None,
         inside: str = OWN,
         engine_version: str | None = None,
+        keep_bf16: tuple[int, int] = (0, 0),
+        e8m0: bool = False,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         fields = {
@@ -89,14 +96,21 @@ class EngineSetup:
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
             "engine_version": planned_version(engine_version, card.is_cpu),
+            "keep_bf16": checked_ends(keep_bf16),
+            "e8m0": e8m0,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's shape. Raises ConfigError if the model is not found, or the cost model does not know it."""
-        return self.model if isinstance(self.model, ModelShape) else ModelShape.from_hf(self.model)
+        """The model's shape in this engine.
+
+        Raises ConfigError if the model is not found, if the cost model does not know it, and for `keep_bf16` of an FP8
+        checkpoint or of as many layers as there are.
+        """
+        shape = self.model if isinstance(self.model, ModelShape) else ModelShape.from_hf(self.model)
+        return shape if self.precision.weights == "bf16" else shape.keeping_bf16(self.keep_bf16)
 
     @property
     def path(self) -> str:
@@ -134,7 +148,7 @@ class EngineSetup:
         model: hub id or folder of the checkpoint; one without a readable config passes
         """
         try:
-            shape = ModelShape.from_hf(model)
+            shape = replace(self, model=model).shape
         except ConfigError:
             return
         planned = self.shape

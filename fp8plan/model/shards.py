@@ -112,8 +112,13 @@ def _of_the_whole(shape: ModelShape, part: Size, ranks: int) -> str:
 
 
 def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) -> str:
-    """A sentence on the linears that an FP8 engine of vLLM leaves in BF16 on that many ranks; "" if none."""
+    """A sentence on the linears that an FP8 engine of vLLM leaves in BF16 on that many ranks; "" if none.
+
+    Those of layers that the user keeps in BF16 are left out.
+    """
     kept = shape.left_in_bf16(tensor_parallel) if precision.weights != "bf16" else ()
+    if shape.stored is None:
+        kept = tuple(linear for linear in kept if not linear.stored)
     if not kept:
         return ""
     named = [f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept]

@@ -10,9 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fp8plan.model.plan.choice import power
+from fp8plan.model.risk.remedies import BF16
+from fp8plan.model.risk.theory import NO_REMEDIES
 from fp8plan.runtime.apply.doctor.observed import State
 from fp8plan.runtime.measure.probe.results import Interval
-from fp8plan.views.report import power
 from fp8plan.views.text import Column, Fitted, Paragraph, counted
 
 if TYPE_CHECKING:
@@ -21,15 +23,17 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "KL k3, k1: nats per token, with 90% intervals (sequences resampled). floor: times the KL of bf16, which is from "
-    "kernels that add in another order. above 2: tokens that token TIS at C = 2 cuts. enough: tokens for +-10% of KL "
-    "k3. expected: by fp8plan's model of mismatch, with its 90% band."
+    "kernels that add in another order. trainer: precision of its linears. replay: the trainer uses the engine's "
+    "experts. kept: first and last layers in BF16. other experts: tokens for which the trainer's routers pick others. "
+    "above 2: tokens that token TIS at C = 2 cuts. enough: tokens for +-10% of KL k3. expected: by fp8plan's model of "
+    "mismatch, with its 90% band."
 )
 
 
 def probe_report(probe: Probe) -> RenderableType:
     """A row for each precision that was measured, and why the others were not."""
-    rows = [row for row in probe.precisions.values() if row.figures is not None]
-    failed = [row for row in probe.precisions.values() if row.error is not None]
+    rows = [row for row in probe.findings if row.figures is not None]
+    failed = dict.fromkeys(f"{row.precision}: {row.error}" for row in probe.findings if row.error is not None)
     synced = {
         row.precision: f"{facts['bytes'] / 1e6:,.3g} MB, residual {facts['residual']:.1e}"
         for row in rows
@@ -47,17 +51,18 @@ def probe_report(probe: Probe) -> RenderableType:
         *(Paragraph(f"synced to {probe.settings.after}, {name}: {text}") for name, text in synced.items()),
         "",
         *table,
-        *(Paragraph(f"Not measured: {row.precision}: {row.error}", indent=2) for row in failed),
+        *(Paragraph(f"Not measured: {text}", indent=2) for text in failed),
         *(Paragraph(f"{r.precision}: {r.invalid:,} log-probs are not finite", style="red") for r in rows if r.invalid),
     )
 
 
 def _columns(rows: list[Probed]) -> list[Column]:
     figures = [row.figures or {} for row in rows]
-    floor = next((row.kl_k3.value for row in rows if row.precision == "bf16"), None)
+    floor = next((row.kl_k3.value for row in rows if row.precision == "bf16" and row.remedies == NO_REMEDIES), None)
     ess = [f["ess_raw"] for f in figures]
     return [
         Column("precision", [row.precision for row in rows], left=True),
+        *_remedies(rows),
         Column("KL k3 (90%)", [_spread(f["kl_k3"]) for f in figures]),
         Column("floor", [f"{f['kl_k3'].value / floor:.1f}x" if floor else "-" for f in figures], rank=4),
         Column("k1", [power(f["k1"].value) for f in figures], rank=6),
@@ -67,6 +72,21 @@ def _columns(rows: list[Probed]) -> list[Column]:
         Column("enough", [f"{row.tokens_needed:,}" if row.tokens_needed else "-" for row in rows], rank=5),
         Column("expected (90%)", ["-" if row.predicted is None else _spread(row.predicted) for row in rows], rank=7),
     ]
+
+
+def _remedies(rows: list[Probed]) -> list[Column]:
+    """The columns of remedies that some row has."""
+    columns = []
+    if any(row.remedies.trainer_precision != BF16 for row in rows):
+        columns.append(Column("trainer", [row.remedies.trainer_precision for row in rows], left=True))
+    if any(row.remedies.router_replay for row in rows):
+        columns.append(Column("replay", ["yes" if row.remedies.router_replay else "no" for row in rows], left=True))
+    if any(any(row.remedies.keep_bf16) for row in rows):
+        columns.append(Column("kept", [",".join(map(str, row.remedies.keep_bf16)) for row in rows], left=True))
+    if any(row.experts_differ is not None for row in rows):
+        shares = ["-" if row.experts_differ is None else f"{row.experts_differ:.1%}" for row in rows]
+        columns.append(Column("other experts", shares, rank=5))
+    return columns
 
 
 def _spread(interval: Interval) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
-from fp8plan.model.plan.choice import SpeedUp, seconds
+from fp8plan.model.plan.choice import SpeedUp, power, seconds
 from fp8plan.model.rollout import TAIL_SHARE
 from fp8plan.views.text import Column, Fitted, Paragraph, best_rows, counted, short
 
@@ -58,7 +58,7 @@ def plan_text(plan: Plan, every: bool = True) -> PlanText:
         more=more,
         speed_legend=_speed_legend(rows, several, plan.baseline_label),
         step=_step_columns(rows, picked, several) if picked.rl_step_s is not None else [],
-        mismatch=_mismatch_columns(precisions, picked),
+        mismatch=_mismatch_columns(precisions, picked, _remedies(able)),
         absent=_absent(plan.choices, several),
         settings=_settings(plan),
         picked=(rows.index(picked), names.index(picked.precision)),
@@ -162,7 +162,13 @@ def _on_same_layout(rows: Sequence[Choice], several: bool) -> list[Column]:
     return [Column("same\nlay-\nout", cells, rank=5)]
 
 
-def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
+def _remedies(choices: Sequence[Choice]) -> dict[str, str]:
+    """Precision -> the options of the remedies with which it would be allowed."""
+    return {c.precision: c.remedy.remedies.options for c in choices if c.remedy is not None}
+
+
+def _mismatch_columns(rows: Sequence[Choice], picked: Choice, remedies: Mapping[str, str]) -> list[Column]:
+    """remedies: as `_remedies` returns"""
     chosen = next(c for c in rows if c.precision == picked.precision)
     bands = [f"({power(c.kl_k3_low)} to {power(c.kl_k3_high)})" for c in rows]
     return [
@@ -171,6 +177,11 @@ def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
         Column("clipped", [_percent(c.clip_fraction) for c in rows], rank=1),
         Column("raw\nESS", [f"{c.ess_raw:.2f}" for c in rows], rank=2),
         Column("risk", [c.risk or "" for c in rows], left=True),
+        *(
+            [Column("allowed with", [remedies.get(c.precision, "") for c in rows], rank=3, left=True)]
+            if remedies
+            else []
+        ),
     ]
 
 
@@ -219,12 +230,6 @@ def _named(members: Sequence[Choice], several: bool) -> str:
     for precision, at in sizes.items():
         alike.setdefault(", ".join(at), []).append(precision)
     return "; ".join(f"{', '.join(names)} (TP {at})" for at, names in alike.items())
-
-
-def power(value: float | None) -> str:
-    """A number such as 7.4e-4."""
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa}e{int(exponent)}"
 
 
 def _percent(share: float | None) -> str:

@@ -17,7 +17,6 @@ from rich.text import Text
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.runtime.watch.mismatch.attribution import sentence
 from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.views import run_columns
 from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkline
@@ -243,7 +242,8 @@ def _state(steps: Steps) -> list[RenderableType]:
     """The decision and the alarms of the last step, and the last verdict of the guard, which needs a rollout."""
     last = steps.said[-1]
     rows = [("decision", f"{last.decision or 'none'}: {last.reason or ''}".rstrip(": "), "")]
-    rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
+    if steps.attribution:
+        rows.append(("causes", run_columns.causes(steps), ""))
     rows += [("alarm", f"{alarm}: {run_columns.meaning(alarm)}".rstrip(": "), WORST) for alarm in last.alarms]
     guard = run_columns.last_judged(steps)
     if guard and (verdict := guard.verdict):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm
+from fp8plan.runtime.watch.mismatch.attribution import sentence
 from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.schemas import (
     K3,
@@ -20,6 +21,7 @@ from fp8plan.schemas import (
     PREDICTED,
     PREDICTED_HIGH,
     PREDICTED_LOW,
+    ROUTING_DIFFERS,
     TOKENS_PER_S,
     Judged,
 )
@@ -77,6 +79,11 @@ def over_limit(steps: Steps) -> NDArray[np.bool_]:
     known = np.isfinite(limit) & ~np.isnan(k3)
     over: NDArray[np.bool_] = k3[known] > limit[known]
     return over
+
+
+def causes(steps: Steps) -> str:
+    """The last step's KL by cause, in words; "" without parts."""
+    return sentence(steps.attribution, steps.value(ROUTING_DIFFERS))
 
 
 def last_judged(steps: Steps) -> Judged | None:

@@ -60,10 +60,12 @@ def _html(figures: Sequence[Any]) -> str:
 
 
 def _advice(steps: Steps) -> str:
-    """The sentences of the guard's last verdict: causes, and levers with their gain."""
+    """The last step's KL by cause, and the guard's last verdict: causes, and levers with their gain."""
     guard = run_columns.last_judged(steps)
     causes = guard.verdict.causes or () if guard and guard.verdict else ()
-    return paragraphs(f"Last rollout: {cause.sentence}." for cause in causes if cause.sentence)
+    kl = run_columns.causes(steps)
+    sentences = [f"Last step: {kl}."] if kl else []
+    return paragraphs([*sentences, *(f"Last rollout: {cause.sentence}." for cause in causes if cause.sentence)])
 
 
 def summary(steps: Steps) -> list[tuple[str, str]]:

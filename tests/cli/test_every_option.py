@@ -23,6 +23,7 @@ from typed import PLAN as SMALL_PLAN
 
 import fp8plan as package
 from fp8plan import TopK, cli
+from fp8plan.model.risk.remedies import Remedies
 
 ABSENT = object()
 REQUEST, OUTPUTS = "predict.request", "deliver.self"
@@ -84,6 +85,9 @@ PLANNING: dict[str, Row] = {
     "--kv-scales": Row(
         ["--kv-scales", "unit"], {f"{REQUEST}.kv_scales_calibrated": False, f"{OUTPUTS}.scales": "unit"}
     ),
+    "--router-replay": asked("--router-replay", "remedies.router_replay", True),
+    "--trainer-precision": asked("--trainer-precision fp8_block", "remedies.trainer_precision", "fp8_block"),
+    "--keep-bf16": asked("--keep-bf16 2,1", "remedies.keep_bf16", (2, 1)),
     "--train-s": Row(TIMES, {f"{REQUEST}.trainer.train_s": 5}),
     "--logprob-s": Row(TIMES, {f"{REQUEST}.trainer.logprob_s": 2}),
     "--train-tokens-per-s": asked("--train-tokens-per-s 8 --logprob-s 2", "trainer.train_tokens_per_s", 8),
@@ -181,6 +185,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "--prompts": row("run.jsonl --prompts prompts.jsonl", doctor__prompts=Path("prompts.jsonl")),
         "--gpu": row("run.jsonl --gpu h100", doctor__gpu="h100"),
         "--precision": row("run.jsonl --precision fp8_kv", doctor__precision="fp8_kv"),
+        "--trainer-precision": row("run.jsonl --trainer-precision bf16", doctor__trainer_precision="bf16"),
         "--api-key": row("run.jsonl --api-key secret", doctor__api_key="secret"),
         "--timeout": row("run.jsonl --timeout 33", doctor__timeout_s=33),
         "--json": row("run.jsonl --json", is_json=True),
@@ -191,6 +196,9 @@ ROWS: dict[str, dict[str, Row]] = {
         "--gpu": row("--gpu h100", probe__gpu__name="h100_sxm"),
         "--prompts": row("--prompts prompts.jsonl", probe__prompts=[[1, 2, 3]]),
         "--most-prompts": row("--most-prompts 6", probe__most_prompts=6),
+        "--trainer-precision": row("--trainer-precision fp8_block", probe__remedies=[Remedies(False, "fp8_block")]),
+        "--router-replay": row("--router-replay", probe__remedies=[Remedies(), Remedies(router_replay=True)]),
+        "--keep-bf16": row("--keep-bf16 1,2", probe__remedies=[Remedies(keep_bf16=(1, 2))]),
         "--samples": Row(["--samples", "7"], {f"{SETTINGS}.samples": 7}),
         "--max-tokens": Row(["--max-tokens", "99"], {f"{SETTINGS}.max_tokens": 99}),
         "--temperature": Row(["--temperature", "0.8"], {f"{SETTINGS}.temperature": 0.8}),
@@ -255,7 +263,7 @@ CALLED: tuple[tuple[str, str, str, Any], ...] = (
         "fp8plan.runtime.measure.probe.probe",
         "",
         "probe",
-        MagicMock(to_dict=dict, precisions={"bf16": MagicMock(error="")}),
+        MagicMock(to_dict=dict, findings=[MagicMock(error="")]),
     ),
     ("fp8plan.runtime.measure.probe.sampling", "", "checkpoint_manifest", {}),
     ("fp8plan.runtime.measure.probe.results", "", "append_observations", None),

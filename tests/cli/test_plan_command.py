@@ -57,7 +57,7 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
 
 PLAN_KEYS = (
     "schema_version fp8plan_version model gpu profile limits workload seed choices chosen baseline thresholds reasons "
-    "warnings budget kv_scales anchor inside engine_version"
+    "warnings budget remedies kv_scales anchor inside engine_version"
 ).split()
 
 
@@ -67,7 +67,8 @@ CHOICE_KEYS = (
     "step_speedup_over_best_low step_speedup_over_best_high "
     "speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
     "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-    "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on max_num_seqs"
+    "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on max_num_seqs "
+    "remedy routed_experts"
 ).split()
 
 
@@ -223,6 +224,7 @@ def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
         "scheduler_reserve_full_isl": True,
         "enable_expert_parallel": False,
         "max_cudagraph_capture_size": 48,
+        "enable_return_routed_experts": False,
     }
 
 

@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 import fp8plan_cpu_attention
+import fp8plan_cpu_routes
 
 from fp8plan.model.precision import E4M3_MAX
 
@@ -33,6 +34,7 @@ def register() -> None:
     if current_platform.is_cpu():
         _hide_amx()
         fp8plan_cpu_attention.register()
+        fp8plan_cpu_routes.register()
         _multiply_in_float32()
         _register_linear()
         _register_experts()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import frameworks
+import plans
 import pytest
 import torch
 from hook_batches import (
@@ -32,6 +33,7 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import hooks as micro_batches
 from fp8plan.integrations import prime_rl, skyrl, slime
+from fp8plan.integrations.hooks import HookSettings, MicroBatches
 from fp8plan.runtime.watch.controller.laws import LevelThresholds
 from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.watch.mismatch.measure import pack
@@ -286,6 +288,37 @@ def test_skyrls_own_configuration_says_how_it_samples(given: dict[str, Any], say
     remarks = "; ".join(settings.sampling.remarks())
     assert says in remarks
     assert bool(says) == bool(remarks)
+
+
+@pytest.mark.parametrize("framework", ["slime", "prime_rl", "skyrl"])
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_trainer_that_replays_experts_has_no_routing_in_its_kl(
+    framework: str, replay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text(plans.saved(model="Qwen/Qwen3-30B-A3B").to_json())
+    path = settings_file(tmp_path, run_file="run.jsonl", plan="plan.json", router_replay=replay)
+    monkeypatch.setenv("FP8PLAN_MONITOR", path)
+    if framework == "skyrl":
+        skyrl.register(path, skyrl_config())
+    hook_step(framework, 0, CALM, path)
+    micro_batches.stop()
+    (record,) = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    causes = [cause for part in record["attribution"] for cause in part["causes"]]
+    assert "precision" in causes
+    assert ("routing" in causes) is not replay
+
+
+def test_slime_tells_that_it_replays_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    def heard(settings: HookSettings, *, router_replay: bool, **options: Any) -> MicroBatches:
+        told.append(router_replay)
+        return micro_batches.running(settings, **options)
+
+    monkeypatch.setattr(slime, "running", heard)
+    for args in (ARGS, slime_args(use_rollout_routing_replay=True)):
+        frameworks.slime_call(slime.correct, args, *slime_batch(0, CALM))
+    assert told == [False, True]
 
 
 @pytest.mark.parametrize("framework", ["slime", "prime_rl", "skyrl"])

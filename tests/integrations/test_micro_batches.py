@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,18 @@ def test_a_plan_beside_the_settings_says_what_kl_to_expect(tmp_path: Path) -> No
     level = {"plan": "../plan.json", "thresholds": "level", "target_kl": 0.001}
     told = running(settings_at(settings_file(tmp_path / "told", **level)))
     assert (told.monitor.state.target_kl, told.monitor.thresholds.tis) == (0.001, 1.5)
+
+
+def test_a_plan_with_router_replay_leaves_no_part_of_the_kl_to_routing(tmp_path: Path) -> None:
+    planned = saved(model="Qwen/Qwen3-30B-A3B")
+    causes = {}
+    for replay in (False, True):
+        plan = replace(planned, remedies=replace(planned.remedies, router_replay=replay))
+        (tmp_path / f"{replay}").mkdir()
+        (tmp_path / f"{replay}" / "plan.json").write_text(plan.to_json())
+        batches = running(settings_at(settings_file(tmp_path / f"{replay}", plan="plan.json", sampling={})))
+        logprobs = -torch.rand(2, 8)
+        step = batches.monitor.step(logprobs, logprobs - 0.01, fresh=True)
+        causes[replay] = {cause for part in step.attribution for cause in part.causes}
+    assert "routing" in causes[False]
+    assert "routing" not in causes[True]

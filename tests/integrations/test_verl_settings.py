@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import plans
 import pytest
 from trl_runs import model
 from verl_config import composed
@@ -22,9 +23,11 @@ from vllm_server import ROOT, entry_points
 import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import RiskBudget
+from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import said
@@ -326,12 +329,74 @@ def test_a_plan_of_another_engine_is_refused(tmp_path: Path, overrides: list[str
         plan_of(of_file(tmp_path, planned("fp8_kv"), *overrides))
 
 
+REPLAY = (
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+)
+
+
+def test_a_plan_with_router_replay_wants_verls() -> None:
+    """verl's FSDP engine has no router replay, whatever the rollout returns."""
+    from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
+
+    megatron = composed(["model_engine=megatron", NAMED, *REPLAY])
+    assert remedies_in(megatron).router_replay
+    for words in (["model_engine=megatron", NAMED, REPLAY[0]], ["model_engine=megatron", NAMED, REPLAY[1]]):
+        assert not remedies_in(composed(words)).router_replay
+    fsdp = small(REPLAY[0])
+    assert not remedies_in(fsdp).router_replay
+    plan = planned("bf16")
+    replaying = replace(plan, remedies=replace(plan.remedies, router_replay=True))
+    assert list(_plan_faults(plan, fsdp)) == []
+    (fault,) = _plan_faults(replaying, fsdp)
+    assert all(word in fault for word in ("model_engine=megatron", *REPLAY))
+    assert not [fault for fault in _plan_faults(replaying, megatron) if "replay" in fault]
+
+
+def test_a_plan_made_for_a_verl_that_replays_counts_on_it() -> None:
+    words = ["model_engine=megatron", NAMED, *REPLAY, f"+{OURS}.gpu=h200", f"+{OURS}.accept=high"]
+    words += ["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "trainer.n_gpus_per_node=2", "data.train_batch_size=8"]
+    words += ["data.max_response_length=512", "data.max_prompt_length=128"]
+    assert plan_of(composed(words)).remedies.router_replay
+    assert not plan_of(composed([word for word in words if "router_replay" not in word])).remedies.router_replay
+
+
 def test_sizes_that_are_no_whole_blocks_are_refused_in_fp8(tmp_path: Path) -> None:
     ragged = replace(planned("fp8_block"), model=model("ragged"))
     with pytest.raises(ConfigError, match=r"with FP8 weights verl takes multiples of 128"):
         plan_of(of_file(tmp_path, ragged))
     path = f"actor_rollout_ref.model.path={model('ragged')}"
     assert plan_of(of_file(tmp_path, ragged, path, f"+{OURS}.choice=fp8_kv"))
+
+
+@pytest.mark.parametrize("precision", TRAINER_PRECISIONS)
+def test_remedies_that_a_plan_writes_are_read(precision: str) -> None:
+    from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
+
+    made = plans.plan(model="Qwen/Qwen3-30B-A3B", remedies=Remedies(True, precision))
+    told = composed(made.verl_overrides())
+    assert remedies_in(told) == made.remedies
+    assert not [fault for fault in _plan_faults(made, told) if "router replay" in fault or "trains in" in fault]
+    without = composed(replace(made, remedies=Remedies(True)).verl_overrides())
+    faults = [fault for fault in _plan_faults(made, without) if "trains in" in fault]
+    assert len(faults) == (precision != "bf16")
+    for fault in faults:
+        words = " ".join(VERL.words(Remedies(trainer_precision=precision)))
+        assert f"trains in bf16, and the plan expects {precision}; type: model_engine=megatron {words}, or --" in fault
+
+
+def test_an_fp8_trainer_needs_a_plan_that_knows_it() -> None:
+    from fp8plan.integrations.verl.settings import _plan_faults, remedies_in
+
+    made = plans.plan()
+    trained = composed(replace(made, remedies=Remedies(trainer_precision="fp8_tensor")).verl_overrides())
+    (fault,) = [fault for fault in _plan_faults(made, trained) if "trains in" in fault]
+    assert (
+        "type: leave override_transformer_config.fp8 out, or --trainer-precision fp8_tensor for another plan" in fault
+    )
+    trained.actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe = "mxfp8"
+    with pytest.raises(ConfigError, match="fp8_recipe is 'mxfp8'; allowed: blockwise"):
+        remedies_in(trained)
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def _as_one_process(rank: int, pair: Any) -> None:
             if seed == 1:
                 train[0, 3] = float("nan")
             versions = torch.tensor([4, 4, 5, 5, 6, 6])
-            expected = alone.step(train, rollout, mask, versions=versions, synced_logprobs=train - 0.01)
+            nearer: dict[str, Any] = {"synced_logprobs": train - 0.01, "replayed_logprobs": train - 0.02}
+            expected = alone.step(train, rollout, mask, versions=versions, **nearer)
             first = columns < (40 if form == "one has nothing" else 13)
             mine = first if rank == 0 else ~first
             data, how = [train, rollout, mask & mine], {}
@@ -151,7 +152,8 @@ def _as_one_process(rank: int, pair: Any) -> None:
                 data, how = [train[data[2]], rollout[data[2]]], {"lengths": data[2].sum(1)}
             elif form != "own columns":
                 data = [values[:, mine] for values in (train, rollout, mask)]
-            step = shared.step(*data, versions=versions, synced_logprobs=data[0] - 0.01, **how)
+            nearer = {"synced_logprobs": data[0] - 0.01, "replayed_logprobs": data[0] - 0.02}
+            step = shared.step(*data, versions=versions, **nearer, **how)
             assert _said(step) == _said(expected), (settings, form)
             assert shared.state == alone.state
             for ours, theirs in ((step.weights, expected.weights), (step.mask, expected.mask)):
@@ -189,6 +191,13 @@ def _refused_together(rank: int, pair: Any) -> None:
             {"synced_logprobs": train if rank else None},
             "=None, rank 1 'present'",
         ),
+        (
+            (train, rollout, mask),
+            {"replayed_logprobs": train if rank else None},
+            "replayed_logprobs=None, rank 1 'present'",
+        ),
+        ((train, rollout, mask), {"routing_differs": 0.1 if rank else None}, "routing_differs=None, rank 1 'present'"),
+        ((train, rollout, mask), {"routing_differs": 1.5 if rank else 0.1}, "routing_differs is 1.5; allowed: the"),
         ((train, rollout, mask), {"number": "x" if rank else None}, "number is 'x'"),
         ((train.abs(), rollout, mask), {}, "mean above 0"),
         ((train, rollout, mask), {"versions": torch.ones(train.shape)}, r"allowed: \[6\], one per sequence$"),
@@ -215,6 +224,7 @@ def _with_a_third(rank: int, sequence_group: Any) -> None:
     from fp8plan.runtime.watch.correction.correct import CorrectionSettings, Thresholds
     from fp8plan.runtime.watch.mismatch.sums import ALONE
     from fp8plan.runtime.watch.monitor.monitor import Monitor
+    from fp8plan.schemas import ROUTING_DIFFERS
 
     whole = [values.clone() for values in ragged(3, rows=8, sd=0.1)]
     whole[0] = whole[0].clamp(max=0.0)
@@ -223,7 +233,12 @@ def _with_a_third(rank: int, sequence_group: Any) -> None:
     for level in ("token", "sequence", "geometric"):
         settings = CorrectionSettings(level, thresholds=Thresholds(1.1))
         expected = Monitor(settings, group=ALONE).step(*whole)
-        step = Monitor(settings, sequence_group=sequence_group).step(*(values[rows, columns] for values in whole))
+        share = (0.1, 0.4, float("nan"))[rank]
+        mine = [values[rows, columns] for values in whole]
+        step = Monitor(settings, sequence_group=sequence_group).step(*mine, routing_differs=share)
+        first, second = (float(whole[2][:5, part].sum()) for part in (slice(0, 17), slice(17, 40)))
+        known = (0.1 * first + 0.4 * second) / (first + second)  # the third rank's is not known
+        assert step.metrics[ROUTING_DIFFERS] == pytest.approx(known)
         assert torch.equal(step.weights, expected.weights[rows, columns])
         assert (step.mismatch.sequences, step.mismatch.tokens) == (
             expected.mismatch.sequences, expected.mismatch.tokens

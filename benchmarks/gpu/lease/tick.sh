@@ -32,5 +32,5 @@ nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 # A file that comes back has 16 MiB at most: cat res.tgz.* | tar -xz
 tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -cz res | split -b 15M -d -a 2 - "$OUT/res.tgz."
 cd
-kernels=$(ls -d .cache/vllm/deep_gemm .tensorrt_llm 2> /dev/null)
+kernels=$(ls -d .cache/vllm/deep_gemm .tensorrt_llm .cache/flashinfer 2> /dev/null)
 [ -z "$kernels" ] || tar -cz $kernels | split -b 15M -d -a 1 - "$OUT/kernels.tgz."

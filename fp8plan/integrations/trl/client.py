@@ -172,8 +172,8 @@ class PlannedClient(VLLMClient):
         another shape."""
         with read_from(f"{self.base_url}/server_info"):
             config = msgspec.convert(self.get_server_info(), dict[str, Any])
-            for limit in LIMITS:
-                msgspec.convert(config[limit.part], dict[str, Any])
+            for part in {limit.part for limit in LIMITS if limit.part}:
+                msgspec.convert(config[part], dict[str, Any])
         return Served(self.base_url, config, self.status())
 
     def status(self) -> dict[str, Any] | None:

@@ -85,10 +85,14 @@ class PolicyTensors(VLLMGeneration):
 
 
 class EngineAsLlm:
-    """A RolloutEngine in place of TRL's vllm.LLM. All but three methods are the LLM's own."""
+    """A RolloutEngine in place of TRL's vllm.LLM. All but three methods are the LLM's own.
+
+    routes: the experts of each response of the last `generate`; None if the engine returns none
+    """
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+        self._engine, self._routed = engine, bool(engine.facts["routed_experts"])
+        self.routes: list[Any] | None = None
         self.sleep, self.wake_up = engine.sleep, engine.wake_up
 
     def generate(self, prompts: Any, sampling_params: Any, **more: Any) -> list[Any]:
@@ -96,7 +100,10 @@ class EngineAsLlm:
 
         The engine runs in this process, so its GPU waits while Python makes text and objects for each token.
         """
-        return self._engine.generate(prompts, sampling_params=enough(sampling_params), **more)
+        outputs = self._engine.generate(prompts, enough(sampling_params), routed_experts=self._routed, **more)
+        if self._routed:
+            self.routes = [response.routed_experts for output in outputs for response in output.outputs]
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.llm, name)

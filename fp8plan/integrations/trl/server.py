@@ -40,7 +40,7 @@ COMPARED: Final = (
 
 def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
     """The limits of a server. config: its VllmConfig as a JSON tree"""
-    limits = fields_of({limit.argument: config[limit.part].get(limit.argument) for limit in LIMITS})
+    limits = fields_of({limit.argument: config[limit.part].get(limit.argument) for limit in LIMITS if limit.part})
     if on_cpu:
         del limits["gpu_memory_utilization"]
     return EngineLimits(**limits)

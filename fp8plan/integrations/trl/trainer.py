@@ -34,6 +34,7 @@ from fp8plan.integrations.common import (
 )
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
+from fp8plan.integrations.trl.replay import Replays, refuse_other, refuse_replay
 from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
 from fp8plan.integrations.trl.settings import (
     check_args,
@@ -48,8 +49,10 @@ from fp8plan.integrations.trl.settings import (
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
+from fp8plan.runtime.apply.engine.returned_experts import OPTION
 from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.watch.controller.laws import Controller
 from fp8plan.runtime.watch.controller.state import Escalation
@@ -66,8 +69,9 @@ logger = logging.getLogger(__name__)
 # Fields of TRL's batch when it corrects for the mismatch, and the figure that its correction logs.
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
+ROUTES: Final = "fp8plan_routes"  # key of the routes in a batch
 Advice = tuple[Action, Escalation | None]  # the guard's and the controller's
-OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
+OWN: Final = ("plan", "choice", "controller", "sinks", "router_replay")  # arguments of a planned trainer
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 
 
@@ -126,6 +130,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     choice:     index into the plan's choices, or one of its precisions; the chosen one unless given
     controller: decides the thresholds of the correction, as in Monitor
     sinks:      destinations of records, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
+    router_replay: the policy's forwards use the experts that the engine picked (fp8plan.replayed); None: as the plan
+                says
     allow_biased_sampling: train with top_p, top_k, penalties and the like, which bias the correction's ratios; False:
                 they are refused, unless TRL's correction is off
 
@@ -145,6 +151,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     _advice: Advice = (Action.NONE, None)  # of the last step, until the next sync
     _logged: Advice = (Action.NONE, None)  # the last one that was only logged
+    _replaying = False  # forwards use the engine's experts
 
     def __init__(
         self,
@@ -153,6 +160,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         choice: int | str | None = None,
         controller: Controller | None = None,
         sinks: Sequence[Sink] = (),
+        router_replay: bool | None = None,
         allow_biased_sampling: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -160,9 +168,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.plan: Plan | None = None
         self.rollout_engine: RolloutEngine | ServerEngine | None = None
         self.monitor: Monitor | None = None
+        self._replays, self._router_replay = Replays(), router_replay
         if plan is None:
-            if choice is not None or controller is not None or sinks:
-                raise ConfigError("choice, controller and sinks belong to a plan, and plan is None; type: plan='auto'")
+            if choice is not None or controller is not None or sinks or router_replay:
+                raise ConfigError(
+                    "choice, controller, sinks and router_replay belong to a plan, and plan is None; type: plan='auto'"
+                )
             super().__init__(*args, **kwargs)
             return
         check_trl()
@@ -179,8 +190,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             engine: Any = self.rollout_engine
             sampling = sampling_in(self.args)
             self.monitor = Monitor(
-                self._correction, controller, sinks, plan=self.plan, engine=engine, sampling=sampling
-            )
+                self._correction, controller, sinks, plan=self.plan, engine=engine, sampling=sampling,
+                router_replay=self._replaying,
+            )  # fmt: skip
         except BaseException:
             if self.rollout_engine is not None:
                 self.rollout_engine.shutdown()
@@ -202,6 +214,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_s = None if on_cpu else self._host_loop_s()
             self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
         plan = self._planned(model, on_cpu)
+        if self._replaying:
+            turns = self.tools or self.environment_factories or self.rollout_func
+            refuse_replay(self.args, bool(turns), generation.model)
+            of_trl = of_trl | {OPTION: True}
         self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
         return self.rollout_engine
 
@@ -215,6 +231,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             limits, loop_s = limits_of(served.config, on_cpu), loop_of(served)
             self._plan_for(model, gpu, limits, self.args.generation_batch_size, "server", loop_s)
         plan = self._planned(model, on_cpu)
+        if self._replaying:
+            refuse_replay(self.args, False, generation.model)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
         check_server(served, launched)
@@ -230,6 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _plan_for(
         self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
     ) -> None:
+        replay = bool(self._router_replay) and not find_gpu(gpu).is_cpu  # whose plans have none
         self.plan = plan_for(
             model,
             gpu,
@@ -241,6 +260,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inside=inside,
             host_loop_s=host_loop_s,
             timed="by the server" if inside == "server" else "here",
+            remedies=Remedies(router_replay=replay),
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:
@@ -248,6 +268,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         assert self.plan is not None
         check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
+        self._replaying = self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
         self._correction = correction_of(self.args, self.plan.thresholds)
         if changed(self.args):
             self.plan = replace(self.plan, thresholds={})
@@ -267,11 +288,31 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.rollout_engine is None or not self.model.training:
             return super()._generate(prompts)
         with self.rollout_engine.rollout():
-            return super()._generate(prompts)
+            generated = super()._generate(prompts)
+        if self._replaying:
+            routes = self.vllm_generation.llm.routes
+            refuse_other(routes, *generated[:2])
+            self._replays.take(routes)
+        return generated
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self._replays.scoring(model, attention_mask, logits_to_keep):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        with self._replays.of(inputs.get(ROUTES)):
+            return super()._compute_loss(model, inputs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Let the Monitor correct the batch that TRL has generated and scored. Evaluations are left alone."""
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        with self._replays.of(None):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            if self._replays.routes is not None:
+                output[ROUTES] = self._replays.routes
         if self.monitor is None or not self.model.training:
             return output
         if missing := [name for name in NEEDED if name not in output]:
@@ -279,7 +320,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = output["completion_mask"] * output.get("tool_mask", 1)
         reward = {schemas.REWARD: self._metrics["train"]["reward"][-1]}  # this batch's, over all processes
         train, rollout = output["old_per_token_logps"], output["sampling_per_token_logps"]
-        step = self.monitor.step(train, rollout, mask.bool(), metrics=reward)
+        step = self.monitor.step(train, rollout, mask.bool(), metrics=reward, routing_differs=self._replays.differing)
         ratio = ratio_of(step, mask)
         output["importance_sampling_ratio"] = ratio
         action = Action.NONE if step.verdict is None else step.verdict.action

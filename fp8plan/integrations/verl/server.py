@@ -16,6 +16,7 @@ from fp8plan.integrations.verl.settings import check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.apply.engine.judge import RolloutLog
 from fp8plan.runtime.apply.engine.launch import facts_of, launch
+from fp8plan.runtime.apply.engine.returned_experts import OPTION
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"
@@ -37,6 +38,8 @@ class PlannedServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
+        if self.config.enable_rollout_routing_replay:
+            engine_kwargs[OPTION] = True  # verl adds it later, when the launch has been checked
         self._launch = launch(
             replace(self._plan.setup(), inside="verl"),
             self.model_config.local_path,

@@ -7,6 +7,7 @@ Also here: the version of verl that the integration needs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +22,12 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, plan_for, read_plan, read_settings
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import Level, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.runtime.apply.engine.options import refuse_unknown
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
@@ -170,6 +173,20 @@ def _others(config: Any) -> Iterator[tuple[str, str]]:
         yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
 
 
+def remedies_in(config: Any) -> Remedies:
+    """Router replay and the trainer's precision in verl's configuration. Raises ConfigError for an unknown recipe.
+
+    verl's Megatron and VeOmni engines replay, and Megatron trains in FP8.
+    """
+    actor = config.actor_rollout_ref.actor
+    mode = OmegaConf.select(actor, f"{actor.strategy}.router_replay.mode")
+    replay = bool(config.actor_rollout_ref.rollout.enable_rollout_routing_replay and mode == "R3")
+    recipe = OmegaConf.select(actor, f"{actor.strategy}.override_transformer_config") or {}
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    scales = variables.get(FP32_SCALES, os.environ.get(FP32_SCALES))
+    return Remedies(replay, precision_of(recipe.get("fp8"), recipe.get("fp8_recipe"), scales))
+
+
 def engine_kwargs(config: Any) -> dict[str, Any]:
     """vLLM's arguments that verl's configuration adds to its own."""
     return dict((config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("vllm") or {})
@@ -233,6 +250,9 @@ def made_plan(config: Any, settings: Settings) -> Plan:
     """Plan the precision of the rollouts in verl's configuration."""
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
+    remedies = remedies_in(config)
+    if find_gpu(settings.gpu).is_cpu:  # for which no replay is planned
+        remedies = replace(remedies, router_replay=False)
     return plan_for(
         model,
         settings.gpu,
@@ -243,6 +263,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         longest_prompt=int(data.max_prompt_length),
         host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
+        remedies=remedies,
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
     )
 
@@ -279,6 +300,17 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
     for word, (theirs, ours) in pairs.items():
         if theirs != ours:
             yield f"{ROLLOUT}.{word} is {theirs}, and the plan has {ours}; type: {ROLLOUT}.{word}={ours}"
+    planned, running = plan.remedies, remedies_in(config)
+    if planned.router_replay and not running.router_replay:
+        words = " ".join(("model_engine=megatron", *VERL.router_replay))
+        yield f"the plan has router replay, and verl's is off; type: {words} (verl replays with megatron and veomni)"
+    if planned.trainer_precision != running.trainer_precision:
+        recipe = " ".join(VERL.words(Remedies(trainer_precision=planned.trainer_precision)))
+        todo = f"model_engine=megatron {recipe}" if recipe else "leave override_transformer_config.fp8 out"
+        yield (
+            f"verl trains in {running.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
+            f"{todo}, or --trainer-precision {running.trainer_precision} for another plan"
+        )
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):
         yield (

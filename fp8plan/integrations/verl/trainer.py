@@ -23,6 +23,7 @@ from fp8plan.integrations.verl.settings import (
     hand_on,
     plan_of,
     refuse,
+    remedies_in,
     sampling_in,
     separate,
     settings_in,
@@ -86,7 +87,10 @@ class PlannedTrainer:
             except Fp8PlanError as error:  # a GPU without a profile
                 logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
         sinks = self._settings.sinks()
-        self.monitor = Monitor(self._correction, self._controller, sinks, plan=self.plan, guard=guard, facts=facts)
+        self.monitor = Monitor(
+            self._correction, self._controller, sinks, plan=self.plan, guard=guard, facts=facts,
+            router_replay=remedies_in(self.config).router_replay,
+        )  # fmt: skip
         if self.global_steps:
             self._load_state()
 

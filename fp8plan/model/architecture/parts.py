@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from fp8plan.model.architecture.mixers import (
     Attention,
@@ -28,7 +28,9 @@ from fp8plan.model.architecture.mixers import (
     fused,
     row,
 )
-from fp8plan.model.precision import Precision
+from fp8plan.model.precision import BF16, Precision
+
+EXPERT_LINEARS: Final = ("experts_w13", "experts_w2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class Experts(Part):
     def expert_linears(self, hidden: int, slices: int = 1) -> tuple[Linear, Linear]:
         """The w13 and w2 matrices of ONE routed expert on one rank. slices: into which tensor parallelism cuts it"""
         inner = self.intermediate_size // slices
-        w13, w2 = column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
+        first, second = EXPERT_LINEARS
+        w13, w2 = column(first, (1 + self.gated) * inner, hidden), row(second, hidden, inner)
         w13, w2 = self.held(replace(w13, padded=True), replace(w2, padded=True))
         return w13, w2
 
@@ -107,7 +110,7 @@ class Experts(Part):
         The 2,880 of gpt-oss become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
         """
         w13, w2 = self.expert_linears(hidden, slices)
-        if precision.weights == "bf16":
+        if self.run_in(precision).weights == "bf16":
             return w13, w2
         rows, columns = precision.weight_block
         inner, width = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
@@ -115,7 +118,13 @@ class Experts(Part):
 
     def stored_bytes(self, hidden: int, precision: Precision, slices: int = 1) -> int:
         """Bytes of one routed expert on one rank."""
-        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_linears(hidden, precision, slices))
+        linears = self.stored_linears(hidden, precision, slices)
+        return sum(precision.linear_bytes(w.n, w.k, w.quantised) for w in linears)
+
+    def run_in(self, precision: Precision) -> Precision:
+        """The precision of the routed experts in an engine of this precision: BF16 in a layer that is kept so."""
+        kept = self.bf16 is not None and self.bf16.issuperset(EXPERT_LINEARS)
+        return BF16 if kept else precision
 
     def most_on_a_rank(self, ranks: int) -> int:
         """Experts of the fullest rank if `ranks` share whole experts (vLLM's determine_expert_map)."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.held import kept_layers, kept_numbers
 from fp8plan.model.architecture.parts import (
     Attention,
     Cache,
@@ -77,6 +78,21 @@ class ModelShape:
         """The shape described by the fields of a config.json. Raises ConfigError naming `source` and the field."""
         return cls(name=name, source=source, **read_model(config, name, source))
 
+    def keeping_bf16(self, ends: tuple[int, int]) -> ModelShape:
+        """The model whose first and last layers are not quantised. ends: their numbers
+
+        Raises ConfigError for an FP8 checkpoint, and if no other layers are left.
+        """
+        if not any(ends):
+            return self
+        if self.stored is not None:
+            raise ConfigError(
+                f"keep_bf16 is {ends}, and the checkpoint holds its weights in {self.stored.label}; allowed: (0, 0); "
+                f"type --keep-bf16 for {self.stored.bf16_model}"
+            )
+        numbers = kept_numbers(ends, self.num_layers)
+        return replace(self, layers=kept_layers(self.layers, numbers, self.hidden_size))
+
     @property
     def max_position_embeddings(self) -> int:
         """Tokens of the context without RoPE scaling."""
@@ -131,7 +147,7 @@ class ModelShape:
         )
 
     def left_in_bf16(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """The matrices that FP8 weights leave in BF16 (`Linear.left_in_bf16`)."""
+        """The matrices that FP8 weights leave in BF16 (`Linear.left_in_bf16`), those of kept layers among them."""
         return tuple(linear for linear in self.linears(tensor_parallel_size) if linear.left_in_bf16)
 
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:

@@ -180,7 +180,8 @@ def launches(
     if experts:
         counts["host.eager_expert_layer_seconds"] = eager * experts
     if precision.weights != "bf16":
-        inputs = sum(x.layers for x in layers if x.quantised) + 2 * experts  # experts': of w13 and of w2
+        quantised = sum(n for part, n in shape.parts_of(Experts) if part.run_in(precision) == precision)
+        inputs = sum(x.layers for x in layers if x.quantised) + 2 * quantised  # experts': of w13 and of w2
         counts["host.eager_quantise_seconds"] = eager * inputs
     return counts | {f"{kernel}.layer_seconds": in_parts * number for kernel, number in host_kernels(shape).items()}
 

@@ -141,7 +141,7 @@ def moe_cost(
     hit:    distinct experts that the tokens of each step go to; None: as under even routing
     ranks:  GPUs that share whole experts: tensor_parallel with expert parallelism; 1: each has slices of all
     """
-    slices = tensor_parallel // ranks
+    slices, precision = tensor_parallel // ranks, experts.run_in(precision)
     dtype = precision.gemm_dtype
     parts = ("bandwidth_efficiency", "compute_efficiency", "launch_seconds", "activation_passes")
     hbm, math, launch, passes = (f"moe.{dtype}.{x}" for x in parts)

@@ -100,8 +100,9 @@ def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
     for experts, number in shape.parts_of(Experts):
         each = expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
         routed = experts.experts_per_token * number * each
-        peak = peak_flops(gpu, precision.gemm_dtype) * model.limits.expert_ranks
-        per_token[f"{precision.gemm_dtype.partition('_')[0]}_experts"] += routed / peak
+        dtype = experts.run_in(precision).gemm_dtype
+        peak = peak_flops(gpu, dtype) * model.limits.expert_ranks
+        per_token[f"{dtype.partition('_')[0]}_experts"] += routed / peak
     seconds = {kind: tokens * each for kind, each in per_token.items()}
     seconds["bf16"] = seconds["bf16"] + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
     for mixer, number in shape.mixers:

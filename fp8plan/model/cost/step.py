@@ -58,6 +58,7 @@ from fp8plan.model.cost.power import (
     sustained,
     with_sustained,
 )
+from fp8plan.model.cost.routes import ON_GPU, ON_HOST, route_gpu_cost, route_host_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits, cudagraph_capture_sizes, model_runner
 from fp8plan.model.precision import BF16_BYTES, Precision
@@ -115,6 +116,8 @@ class StepModel:
         if self.cache_groups > 1:
             rare.add(GROUPS)
         rare |= set(host_kernels(self.shape)) | front_kernels(self.inside)
+        if self.limits.enable_return_routed_experts:
+            rare |= {ON_GPU, ON_HOST}
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
@@ -219,7 +222,12 @@ class StepModel:
         """Seconds that the host needs for scheduling and launching."""
         graphed = tokens_of(batch) <= max(self._graphs(batch.queries), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
-        return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
+        scheduling = host_cost(batch, self.cache_groups, self.profile)
+        launching = launch_cost(launched, self.profile)
+        if self.limits.enable_return_routed_experts:
+            filing, copies = route_host_cost(batch, graphed, self.shape, self.profile)
+            scheduling, launching = scheduling + filing, launching + copies
+        return scheduling, launching
 
     def _led(self, batch: StepBatch, launching: Cost) -> Array:
         """True for each step that the host launches in parts, beginning while the GPU runs the step before, (steps,).
@@ -248,6 +256,8 @@ class StepModel:
         parts.append(where_busy("lm_head", head, rows, inverse))
         runner = model_runner(self.shape, self.gpu, self.engine_version)
         parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, runner, profile), None))
+        if self.limits.enable_return_routed_experts:
+            parts.append(Component("routes", route_gpu_cost(batch.decode_requests, self.shape, profile), None))
         parts = [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
         return [*parts, Component("draft", self._draft_cost(batch), None)] if self.drafts else parts
 

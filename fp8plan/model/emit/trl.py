@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.trainers import TRL
 from fp8plan.model.emit.vllm import (
     Job,
     measured_notes,
@@ -40,6 +41,7 @@ _COLOCATED: Final = {
     "num_gpu_blocks": None,
     "enable_expert_parallel": False,
     "max_cudagraph_capture_size": None,
+    "enable_return_routed_experts": False,
 }
 
 # Settings that TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.
@@ -52,6 +54,7 @@ _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for anything that TRL cannot do."""
     refuse_for(job, "TRL")
+    TRL.words(job.remedies)  # refuses those that it does not have
     limits = job.setup.limits
     samples = job.tokens("samples")
     if samples < 2:
@@ -144,6 +147,8 @@ def _resolve(job: Job, mode: str) -> str:
     replicas = job.setup.limits.data_parallel_size
     # vLLM refuses --data-parallel-size above 1 for a dense model (trl/scripts/vllm_serve.py says so too).
     server_problems = [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
+    if job.remedies.router_replay:
+        server_problems.append("its route returns no experts")
     problems = {"colocate": _colocate_problems(job), "server": server_problems}
     for candidate in MODES[1:] if mode == "auto" else (mode,):
         if not problems[candidate]:

@@ -10,7 +10,16 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
+from fp8plan.model.emit.trainers import VERL
+from fp8plan.model.emit.vllm import (
+    Job,
+    grid_notes,
+    measured_notes,
+    model_name,
+    refuse_for,
+    replicas_note,
+    shared_gpu_note,
+)
 from fp8plan.model.limits import VERLS
 from fp8plan.model.risk.expected import THRESHOLD
 
@@ -24,7 +33,7 @@ def verl_overrides(job: Job) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for anything that verl cannot do."""
     refuse_for(job, "verl")
     settings = {**_model_settings(job), **_rollout_settings(job), **_correction(job.thresholds)}
-    return [f"{key}={_hydra(value)}" for key, value in settings.items()]
+    return [*(f"{key}={_hydra(value)}" for key, value in settings.items()), *_remedies(job)]
 
 
 def emit_verl(job: Job) -> str:
@@ -42,6 +51,7 @@ def emit_verl(job: Job) -> str:
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
         *measured_notes(job),
+        *grid_notes(job),
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
@@ -73,6 +83,12 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
     return {f"{_ROLLOUT}.{key}": value for key, value in settings.items()} | {
         f"+{_ROLLOUT}.custom.fp8plan.{key}": value for key, value in ours.items()
     }
+
+
+def _remedies(job: Job) -> list[str]:
+    """Overrides for router replay and the trainer's precision, which are of verl's Megatron engine."""
+    words = VERL.words(job.remedies)
+    return ["model_engine=megatron", *words] if words else []
 
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,13 +19,16 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.held import MODULES
+from fp8plan.model.architecture.held import MODULES, kept_numbers
 from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
+from fp8plan.model.configs import find_config
+from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
+from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
@@ -42,19 +45,31 @@ def is_router(module: str) -> bool:
     return re.fullmatch(ROUTER_PATTERN.removeprefix("re:"), module) is not None
 
 
-def ignored(shape: ModelShape | None, tensor_parallel_size: int) -> list[str]:
-    """The patterns for an engine on that many ranks: routers, and linears whose inputs on a rank are no whole blocks.
+def ignored(setup: EngineSetup) -> list[str]:
+    """The patterns for an engine: routers, linears whose inputs on a rank are no whole blocks, and kept layers.
 
-    shape: None for a model that the cost model does not know; then only routers are ignored
+    Raises ConfigError if as many layers are to be kept as there are.
     """
-    return [ROUTER_PATTERN, *(_without_whole_blocks(shape, tensor_parallel_size) if shape is not None else ())]
+    patterns, shape, layers = [ROUTER_PATTERN], _known_shape(setup), None
+    if shape is not None:
+        layers = shape.num_layers
+        patterns += _without_whole_blocks(shape, setup.limits.tensor_parallel_size)
+    elif any(setup.keep_bf16):
+        layers = find_config(setup.path)[0].get("num_hidden_layers")
+    if any(setup.keep_bf16):
+        numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers or 0)))
+        patterns.append(rf"re:.*\.layers\.({numbers})\..*")
+    return patterns
 
 
 def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
     """One pattern for each name of a linear. It lists its layers if other layers have it in FP8."""
     having, left = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for number, layer in enumerate(shape.layers):
-        for linear in (linear for part in parts(layer) for linear in part.linears(shape.hidden_size, tp)):
+        linears = (linear for part in parts(layer) for linear in part.linears(shape.hidden_size, tp))
+        for linear in linears:
+            if linear.stored:  # of a layer that is kept
+                continue
             having[linear.name].add(number)
             if linear.left_in_bf16:
                 left[linear.name].add(number)
@@ -97,6 +112,7 @@ class Job:
     choice:     the plan's name for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
     refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out
+    remedies:   those that the trainer and the engine share
     """
 
     setup: EngineSetup
@@ -107,6 +123,7 @@ class Job:
     choice: int | str
     plan_file: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    remedies: Remedies = field(default_factory=Remedies)
 
     @property
     def plan(self) -> str:
@@ -142,7 +159,8 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
     limits, preset, stored = setup.limits, setup.precision, _stored_as(setup)
     arguments = limits.vllm_arguments()
-    left_out = ["data_parallel_size", *([] if limits.enable_expert_parallel else ["enable_expert_parallel"])]
+    unset = [name for name in ("enable_expert_parallel", "enable_return_routed_experts") if not arguments[name]]
+    left_out = ["data_parallel_size", *unset]
     if setup.gpu.is_cpu:
         left_out.append("gpu_memory_utilization")  # VLLM_CPU_KVCACHE_SPACE takes its place
     # vLLM enlarges its default block size: to 64 for FP8 MLA, where 16 would mean a slower kernel, and to the size of a
@@ -179,8 +197,7 @@ def _kv_cache_dtype(setup: EngineSetup) -> str:
 
 def _online_quantisation(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for blockwise FP8, with the linears that stay in BF16."""
-    in_bf16 = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
-    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": in_bf16}
+    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored(setup)}
     return {"quantization": "online", "quantization_config": config}
 
 
@@ -213,15 +230,30 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
     VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too. DeepGEMM then quantises the block-quantised weights a
     second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS on Gaussian weights. Off keeps
-    the FP32 scales. It stays on for Blackwell's kernels, which take no others, and for a checkpoint whose scales are
-    powers of two. On a CPU a variable sets the size of the KV pool.
+    the FP32 scales. It stays on for Blackwell's kernels, which take no others, for a checkpoint whose scales are powers
+    of two, and for a trainer with such scales. On a CPU a variable sets the size of the KV pool.
     """
     if setup.gpu.is_cpu:
         return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
+    if _must_be_e8m0(setup) or not setup.precision.in_blocks:
+        return {}
+    return {ENGINE_E8M0: "1" if setup.e8m0 else "0"}
+
+
+def _must_be_e8m0(setup: EngineSetup) -> bool:
+    """True if the GPU multiplies no other scales of FP8 blocks than powers of two, or the checkpoint holds such."""
     stored = _stored_as(setup)
-    powers_of_two = setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
-    scales_matter = setup.precision.in_blocks and not powers_of_two
-    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if scales_matter else {}
+    return setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
+
+
+def grid_notes(job: Job) -> list[str]:
+    """A note on an FP8 trainer whose numbers are not the engine's; [] without one."""
+    setup, trainer = job.setup, job.remedies.trainer_precision
+    grid: str = setup.precision.weights
+    if setup.precision.in_blocks:
+        grid = POW2 if setup.e8m0 or _must_be_e8m0(setup) else BLOCK
+    note = two_grids(trainer, grid) if grid in GRIDS else ""
+    return [f"{note}; plan again with --trainer-precision {grid}"] if note else []
 
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
@@ -267,7 +299,11 @@ def emit_vllm(job: Job) -> str:
     notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
     if (shape := _known_shape(setup)) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
-    notes += _risk_notes(job)
+    notes += [
+        *_risk_notes(job),
+        *grid_notes(job),
+        *(f"in the trainer: {words}" for words in in_all_words(job.remedies)),
+    ]
     settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
     return json.dumps(settings, indent=2)
 

@@ -72,7 +72,7 @@ def _experts_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits
     for experts, _ in shape.parts_of(Experts):
         w13, w2 = experts.expert_linears(hidden, limits.expert_slices)
         quantised = (w13.k + experts.experts_per_token * w2.k) * FP8_BYTES // BF16_BYTES
-        routed = 3 * hidden + (0 if precision.weights == "bf16" else quantised)
+        routed = 3 * hidden + (0 if experts.run_in(precision).weights == "bf16" else quantised)
         widths.append(_held(shape, tp) + max(routed, hidden + _mlp_width(experts.linears(hidden, tp))))
     return limits.max_num_batched_tokens * max(widths) * BF16_BYTES
 

@@ -121,7 +121,8 @@ def _tensors(shape: ModelShape, precision: Precision, tp: int, expert_ranks: int
             yield w.elements * (FP8_BYTES if online and w.quantised else BF16_BYTES), w.layers
     for experts, layers in shape.parts_of(Experts):
         for w in experts.stored_linears(shape.hidden_size, precision, tp // expert_ranks):
-            yield experts.most_on_a_rank(expert_ranks) * w.elements * (FP8_BYTES if online else BF16_BYTES), layers
+            size = FP8_BYTES if online and w.quantised else BF16_BYTES
+            yield experts.most_on_a_rank(expert_ranks) * w.elements * size, layers
 
 
 def _unused_tail_bytes(size: int) -> int:

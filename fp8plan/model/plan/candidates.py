@@ -15,16 +15,18 @@ from itertools import chain, groupby
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.host import wait_seconds
+from fp8plan.model.cost.routes import RouteBytes, route_bytes
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
 from fp8plan.model.memory.plan import MemoryPlan, check_pool
-from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.request import PlanRequest, Progress
 from fp8plan.model.precision import PRESETS, Precision, find_precision, presets_of
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
-from fp8plan.model.rl_step import SyncCost, sync_costs
+from fp8plan.model.risk.remedies import POW2, Remedies
+from fp8plan.model.rl_step import DEFAULT_LINK, SyncCost, WeightSync, sync_costs
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
@@ -52,6 +54,7 @@ class Candidate:
     step_s: float | None = None  # seconds of the whole RL step; None without trainer figures
     syncs: tuple[SyncCost, ...] = ()  # from the fastest on; empty where no sync is asked for
     layout_doubt: float = 0.0  # Profile.layout_error of its layout
+    routes: RouteBytes | None = None  # of the experts that its engines return; None: they return none
 
     @property
     def timed(self) -> Rollout:
@@ -92,10 +95,11 @@ def candidates(request: PlanRequest) -> list[Candidate]:
     CapacityError with the reason of the largest replica with the smallest weights, else ConfigError with the first.
     """
     shape, card, limits, gpus = request.shape, request.card, request.engine, request.gpus
+    kept, pow2 = request.remedies.keep_bf16, request.remedies.trainer_precision == POW2
 
     def placed(layouts: Iterable[EngineLimits]) -> list[Candidate]:
         return [
-            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm), request)
+            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm, kept, pow2), request)
             for layout in layouts
             for preset in _precisions(request.precisions, shape)
         ]
@@ -207,7 +211,20 @@ def _idle(limits: EngineLimits, requests: int) -> str | None:
 
 
 def evaluated(candidates: Sequence[Candidate], request: PlanRequest, profile: Profile) -> list[Candidate]:
-    """The candidates. Those that can run have their rollout, RL step and risk filled in.
+    """The candidates. Those that can run have their rollout, RL step and risk filled in."""
+    timed_ones = timed(candidates, request, profile, request.progress)
+    risks = risks_of([c.setup for c in timed_ones if c.rollout], request)
+    done = []
+    for candidate in timed_ones:
+        risk, unit_risk = risks[risk_key(candidate.setup)] if candidate.rollout else (None, None)
+        done.append(replace(candidate, risk=risk, unit_risk=unit_risk))
+    return done
+
+
+def timed(
+    candidates: Sequence[Candidate], request: PlanRequest, profile: Profile, progress: Progress = iter
+) -> list[Candidate]:
+    """The candidates. Those that can run have their rollout and RL step filled in.
 
     Candidates with the same number of replicas share their schedules, unless their KV pools starve. Such groups go to
     the request's `workers` if there is enough work for them. The group with the most replicas is the most work, and
@@ -221,14 +238,12 @@ def evaluated(candidates: Sequence[Candidate], request: PlanRequest, profile: Pr
     workers = request.workers if len(order) * len(request.batch.prompts) >= WORTH_PROCESSES else 1
     if workers > 1:
         groups = [part for group in groups for part in _apart(group, request.batch)]
-    risks = risks_of([candidates[i].setup for *_, i in order], request)
     workers = min(workers, len(groups))
-    timed_group = _timed_group if workers < 2 else _timed_list
+    timing = _timed_group if workers < 2 else _timed_list
     with nullcontext(map) if workers < 2 else mapper(workers) as map_groups:
-        timed = chain.from_iterable(map_groups(partial(timed_group, request=request, profile=profile), groups))
-        for (*_, i), candidate in zip(request.progress(order), timed, strict=True):
-            risk, unit_risk = risks[risk_key(candidate.setup)]
-            done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
+        results = chain.from_iterable(map_groups(partial(timing, request=request, profile=profile), groups))
+        for (*_, i), candidate in zip(progress(order), results, strict=True):
+            done[i] = candidate
     return done
 
 
@@ -270,13 +285,19 @@ def _timed_group(candidates: Sequence[Candidate], request: PlanRequest, profile:
 
 def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> Candidate:
     """A timed candidate with the seconds of the RL step around its rollout, and the doubt of its layout."""
-    step_s, sync, profile = None, request.sync, model.profile
+    step_s, sync, profile, setup = None, request.sync, model.profile, candidate.setup
+    tokens = int((request.batch.prompts + request.batch.responses).sum())
+    routes, to_trainer_s = None, 0.0
+    if setup.limits.enable_return_routed_experts and candidate.memory is not None:
+        routes = route_bytes(setup.shape, setup.limits, candidate.memory.kv_cache_tokens, tokens)
+        link = WeightSync(request.link or DEFAULT_LINK).bandwidth  # each replica has one
+        to_trainer_s = routes.rollout / setup.limits.data_parallel_size / link
     syncs = [] if sync is None else sync_costs(model, sync, request.measures_scales)
     if request.trainer is not None:
-        tokens = int((request.batch.prompts + request.batch.responses).sum())
-        wait = wait_seconds(candidate.setup.inside, profile)
+        wait = wait_seconds(setup.inside, profile) + to_trainer_s
         step_s = (candidate.makespan_s or 0.0) + request.trainer.seconds(tokens) + syncs[0].seconds + wait
-    return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=model.layout_error)
+    candidate = replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=model.layout_error)
+    return replace(candidate, routes=routes)
 
 
 RiskKey = tuple[Precision, tuple[Linear, ...]]
@@ -286,7 +307,8 @@ def risks_of(
     setups: Iterable[EngineSetup], request: PlanRequest
 ) -> dict[RiskKey, tuple[MismatchRisk, MismatchRisk | None]]:
     """The values of a Candidate's `risk` and `unit_risk`, by the `risk_key` of its engine."""
-    return {key: _risks(setup, request) for key, setup in {risk_key(setup): setup for setup in setups}.items()}
+    distinct = {risk_key(setup): setup for setup in setups}
+    return {key: risks_with(request.remedies, setup, request) for key, setup in distinct.items()}
 
 
 def risk_key(setup: EngineSetup) -> RiskKey:
@@ -295,18 +317,21 @@ def risk_key(setup: EngineSetup) -> RiskKey:
     return setup.precision, kept
 
 
-def _risks(setup: EngineSetup, request: PlanRequest) -> tuple[MismatchRisk, MismatchRisk | None]:
-    """The values of a Candidate's `risk` and `unit_risk`."""
+def risks_with(
+    remedies: Remedies, setup: EngineSetup, request: PlanRequest
+) -> tuple[MismatchRisk, MismatchRisk | None]:
+    """The values of a Candidate's `risk` and `unit_risk` with these remedies, in place of those of the request."""
 
     def at(calibrated: bool) -> MismatchRisk:
         return mismatch_risk(
             setup.shape,
             setup.precision,
             request.batch.responses,
-            e8m0=setup.gpu.e8m0_scales,
+            e8m0=setup.gpu.e8m0_scales or remedies.trainer_precision == POW2,
             kv_scales_calibrated=calibrated,
             tensor_parallel_size=setup.limits.tensor_parallel_size,
             budget=request.risk_budget,
+            remedies=remedies,
         )
 
     held = setup.shape.stored is not None and setup.shape.stored.kv_fp8  # the checkpoint has the scales

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.plan.ways import Way
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, RiskBudget
@@ -133,6 +134,10 @@ class Choice:
     rests_on:             shares of makespan_s: {"shares": ground -> share, "kernels": component -> ground -> share}.
                           Grounds: measured, imported, extrapolated, theory. {}: not known
     max_num_seqs:         its own limit, where its KV pool asks for another than the plan's; None: the plan's
+    remedy:               the remedies with which the risk budget allows it. Only the fastest choice of a precision that
+                          is ruled out has some; None: it is allowed, or nothing helps
+    routed_experts:       bytes of the experts that its engines return: {"token", "device", "host", "rollout"}, as in
+                          RouteBytes of fp8plan.model.cost.routes; None: they return none
     """
 
     precision: str
@@ -173,6 +178,8 @@ class Choice:
     step_speedup_high: float | None = None
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
     max_num_seqs: int | None = None
+    remedy: Way | None = None
+    routed_experts: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -257,6 +264,12 @@ def seconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+def power(value: float | None) -> str:
+    """A number such as 7.4e-4."""
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
 def several_layouts(choices: Sequence[Choice]) -> bool:
     """True if the choices have more than one layout, so that a choice's layout must be named."""
     return len({choice.layout for choice in choices}) > 1
@@ -319,15 +332,22 @@ def baseline_of(candidates: Sequence[Candidate], observed: Sequence[EngineLimits
 
 
 def as_choices(
-    candidates: Sequence[Candidate], profile: Profile, max_num_seqs: int, baseline: int | None = None
+    candidates: Sequence[Candidate],
+    profile: Profile,
+    max_num_seqs: int,
+    baseline: int | None = None,
+    remedied: Mapping[int, Way | None] | None = None,
 ) -> tuple[Choice, ...]:
     """A Choice for each candidate, with its speed-up over the baseline, and over BF16 on the same layout.
 
     max_num_seqs: the plan's limit
+    remedied:     the ways of candidates by index
     """
     bf16 = {c.setup.limits.layout: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
     best = None if baseline is None else candidates[baseline]
-    return tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
+    choices = (_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
+    known = remedied or {}
+    return tuple(replace(choice, remedy=known.get(index)) for index, choice in enumerate(choices))
 
 
 _OF_ROLLOUT = (
@@ -366,6 +386,7 @@ def _choice(
         extrapolated=candidate.extrapolated,
         refused_by=refusals(setup.shape, setup.precision, size, whole_experts),
         max_num_seqs=None if seqs == max_num_seqs else seqs,
+        routed_experts=None if candidate.routes is None else candidate.routes._asdict(),
     )
     if best is not None:
         choice = replace(choice, **_speedups(best, candidate, profile, "_over_best"))

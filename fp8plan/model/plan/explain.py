@@ -13,11 +13,13 @@ from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Answer, Choice, SpeedUp, seconds, several_layouts
+from fp8plan.model.plan.remedied import returned_experts, way_of
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
@@ -39,6 +41,7 @@ COMPONENTS = {
     "sampling": "sampling",
     "draft": "the draft head",
     "collective": "all-reduce",
+    "routes": "copying the chosen experts",
     "host": "waiting for the host",
     "front": "the trainer's front end",
 }
@@ -148,7 +151,8 @@ def explain(
     choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
     timed = answer.rollout(picked)
     return (
-        _headline(answer, shape.stored),
+        _headline(answer, shape.stored, request.remedies),
+        *(_ways_out(answer) if _refused(picked, answer.budget) else ()),
         *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
         *_passed_over(answer),
@@ -157,6 +161,7 @@ def explain(
         *whole_or_sliced(answer),
         *where_from(answer),
         *_left_in_bf16(choices, shape),
+        *returned_experts(picked),
         *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
         *(f"Correction: {note}." for note in corrections),
@@ -170,9 +175,10 @@ def explain(
     )
 
 
-def _headline(answer: Answer, stored: Stored | None) -> str:
+def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:
     picked, budget = answer.picked, answer.budget
-    name = f"{picked.precision}{_where(picked, answer.choices)}"
+    words = remedies.words(picked.preset.weights != "bf16")
+    name = f"{picked.precision}{words and ' with '}{words}{_where(picked, answer.choices)}"
     doubt = f", {UNCALIBRATED}" if answer.profile.is_uncalibrated else ""
     if _refused(picked, budget):
         return (
@@ -186,6 +192,12 @@ def _headline(answer: Answer, stored: Stored | None) -> str:
     if faster := _over_another_layout(answer):
         return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
     return f"Stay with {rollout}; {why_not}."
+
+
+def _ways_out(answer: Answer) -> list[str]:
+    """A sentence on the remedies that would make the choice allowed. Call it if the budget rules out all precisions."""
+    picked = answer.picked
+    return [f"{picked.precision}{_where(picked, answer.choices)}: {way_of(picked, answer)}"]
 
 
 def _gains(answer: Answer, stored: Stored | None) -> list[str]:
@@ -295,7 +307,7 @@ def _passed_over(answer: Answer) -> list[str]:
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
         name = f"{choice.precision}{_where(choice, answer.choices)}"
         if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
-            sentences.append(f"{name} would be {gain.over(than)}. Its mismatch risk is {choice.risk}.")
+            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer)}")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
         elif picked.precision == "bf16" and gain.ratio > 1 - SLOWER:

@@ -21,6 +21,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
+from fp8plan.model.risk.remedies import POW2, Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
@@ -48,11 +49,20 @@ def _read(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("schema_version") is None:
         raise ConfigError("not a plan: it has no schema_version")
     check_version(data, "plan", "the plan")
+    data = _as_written_now(data)
     plan = checked(data, Plan, "the plan")
     _check_complete(fields := asdict(plan), data, "")
     for number, choice in enumerate(fields["choices"]):
         _check_choice(choice, f"the plan: choices[{number}]")
     return plan
+
+
+def _as_written_now(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan with the fields that 1.8 added, at the values that hold for older plans."""
+    written: dict[str, Any] = {"remedies": asdict(Remedies()), **data}
+    if isinstance(data.get("limits"), Mapping):
+        written["limits"] = {"enable_return_routed_experts": False, **data["limits"]}
+    return written
 
 
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
@@ -98,6 +108,7 @@ class Plan:
     reasons:    plain sentences
     warnings:   caveats about the profile and the workload, one line each
     budget:     the limits of each level of risk, and the highest level that was accepted
+    remedies:   settings that lower the mismatch, which all choices are predicted with
     kv_scales:  one of KV_SCALES: the scales of an FP8 KV cache that kl_k3 and risk assume
     anchor:     the correction of the profile by rollouts that the user measured; None without any
     inside:     the program that calls the engines, as in `plan`
@@ -125,6 +136,7 @@ class Plan:
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     budget: RiskBudget = field(default_factory=RiskBudget)
+    remedies: Remedies = field(default_factory=Remedies)
     kv_scales: str = "calibrated"
     anchor: Anchor | None = None
     inside: str = OWN
@@ -242,6 +254,8 @@ class Plan:
             limits,
             self.inside,
             self.engine_version,
+            self.remedies.keep_bf16,
+            self.remedies.trainer_precision == POW2,
         )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
@@ -348,7 +362,7 @@ class Plan:
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
-        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused)
+        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused, self.remedies)
         vllm.check_risk(job)
         return job
 

@@ -17,6 +17,7 @@ from fp8plan.model.plan.choice import Answer, as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
+from fp8plan.model.plan.ways import ways
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import THRESHOLD, recommended_tis
@@ -83,7 +84,8 @@ def predict(request: PlanRequest) -> Prediction:
     seen = [record.limits for record in request.observed if _bf16_of(record, request)]
     baseline, chosen = baseline_of(tried, seen), choose(tried, budget)
     best = tried[chosen]
-    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
+    remedied = ways(tried, chosen, request, used)
+    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline, remedied)
     bound, corrections = recommended_tis(best.expected, request.batch.responses, budget=budget)
     answer = Answer(choices, chosen, rollouts, used, budget, baseline, observed=bool(seen))
     reasons = explain(answer, best.expected, corrections, request, tried)
@@ -110,6 +112,7 @@ def predict(request: PlanRequest) -> Prediction:
             *best.setup.lowered_from(limits.derived(card)),
         ),
         budget=budget,
+        remedies=request.remedies,
         kv_scales="calibrated" if request.measures_scales else "unit",
         anchor=anchor,
         inside=request.caller,

@@ -6,7 +6,7 @@ A limit of the engine is a field of EngineLimits. An Option beside it makes it a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, update_wrapper
 from inspect import signature
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.attention_backend import Backend, named_backend, why_fixed_kv_scales
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
@@ -22,6 +22,7 @@ from fp8plan.model.limits import LIMIT_OPTIONS, EngineLimits
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.profile import LOOPS_S, Profile
 from fp8plan.model.risk.expected import BUDGET_OPTIONS, RiskBudget
+from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
@@ -67,6 +68,7 @@ class PlanRequest:
     strict:         refuse a profile of another engine version
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     budget:         the highest mismatch risk that may be chosen; None: that of RiskBudget()
+    remedies:       settings that lower the mismatch, which every precision is planned with
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (EngineSetup.why_fixed_kv_scales)
     trainer:        the other parts of an RL step; None: only the rollout is compared
@@ -156,6 +158,7 @@ class PlanRequest:
         ),
     ] = None
     budget: Annotated[RiskBudget | None, BUDGET_OPTIONS] = None
+    remedies: Annotated[Remedies, REMEDY_OPTIONS] = field(default_factory=Remedies)
     kv_scales_calibrated: Annotated[
         bool,
         Option(
@@ -246,8 +249,18 @@ class PlanRequest:
         """
         longest = self.workload.prompt_lengths.longest + self.workload.longest_response
         limits = (self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)).holding(longest)
+        if self.remedies.router_replay:
+            limits = self._returning_experts(limits)
         self.shape.check_max_model_len(limits.max_model_len or longest, self.vllm)
         return limits
+
+    def _returning_experts(self, limits: EngineLimits) -> EngineLimits:
+        """The limits of an engine that returns experts. Raises ConfigError for a model or a device without them."""
+        if not self.shape.parts_of(Experts):
+            raise ConfigError(f"router_replay is True, and {self.shape.name} has no experts; leave --router-replay out")
+        if self.card.is_cpu:
+            raise ConfigError("router_replay is True, and it is planned for GPUs alone; leave --router-replay out")
+        return replace(limits, enable_return_routed_experts=True)
 
     @property
     def risk_budget(self) -> RiskBudget:

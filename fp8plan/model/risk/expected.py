@@ -1,6 +1,7 @@
 """Mismatch risk: how far a rollout precision moves the rollout policy from the trainer's, and what that costs.
 
     risk = mismatch_risk(shape, precision, response_lengths)     risk.kl_k3, risk.level, risk.reasons
+    replayed = mismatch_risk(shape, precision, response_lengths, remedies=Remedies(router_replay=True))
     bound, notes = recommended_tis(risk, response_lengths)       bound -> Plan.thresholds
 
 The KL is a theory of rounding errors (`theory`), scaled to published observations (`fit`). It is modelled, not measured
@@ -10,7 +11,7 @@ here, and its band is wide. It holds for the start of a run; the Monitor watches
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import exp, sqrt
 from typing import Annotated, Any, Final, Literal
 
@@ -24,7 +25,8 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
-from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
+from fp8plan.model.risk.remedies import BF16, POW2, Remedies
+from fp8plan.model.risk.theory import NO_REMEDIES, Setting, sequence_rejection, token_log_ratio
 from fp8plan.options import Option, group_of
 
 Level = Literal["low", "moderate", "high"]
@@ -116,7 +118,7 @@ class MismatchRisk:
     clip_fraction:       share of tokens whose ratio exceeds COUNTED_TIS
     seq_reject_fraction: share of sequences whose product of ratios leaves COUNTED_MIS, over the given lengths
     level, reasons:      the level by RiskBudget's rules, and the reasons for it, in sentences
-    moe:                 the ratios have the heavy tail of MoE routing
+    moe:                 the ratios have the heavy tail of MoE routes that differ
     """
 
     kl_k3: float
@@ -139,6 +141,7 @@ def mismatch_risk(
     kv_scales_calibrated: bool = True,
     tensor_parallel_size: int = 1,
     budget: RiskBudget | None = None,
+    remedies: Remedies = NO_REMEDIES,
 ) -> MismatchRisk:
     """Predict the mismatch of `precision` for responses of these lengths.
 
@@ -146,23 +149,29 @@ def mismatch_risk(
     e8m0:                 FP8 GEMMs with power-of-two scales: vLLM's default on Hopper (VLLM_USE_DEEP_GEMM_E8M0)
     kv_scales_calibrated: K and V scales follow the weights; False: they are 1.0, as after an ordinary weight sync
     tensor_parallel_size: ranks that share the linears; it decides which of them stay in BF16
+    remedies:             settings of trainer and rollout that lower the mismatch
 
     Raises ConfigError for no lengths, or a length below 1.
     """
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)
-    setting = theory.setting_of(shape, precision, e8m0, tensor_parallel_size)
+    setting = theory.setting_of(shape, precision, e8m0, tensor_parallel_size, remedies)
     one_scale = (theory.ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()
     unmeasured = (*theory.unmeasured_parts(shape), *one_scale)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and theory.clipped_keys(shape)
     low, kl, high = _kl_band(setting, calibrated, clipped, unmeasured)
-    tokens, worst = (token_log_ratio(value, setting.moe) for value in (kl, high))
+    tokens, worst = (token_log_ratio(value, setting.routing) for value in (kl, high))
     level, reasons = _level(
         setting, calibrated, clipped, unmeasured, budget, high, worst.fraction_above(COUNTED_TIS), worst.ess
     )
     if shape.stored is not None:
-        reasons = (*_of_checkpoint(reasons, shape.stored), _FP8_CHECKPOINT)
+        reasons = tuple(_of_checkpoint(reasons, shape.stored))
+        if setting.trainer == BF16:
+            reasons = (*reasons, _FP8_CHECKPOINT)
+    if any(remedies.keep_bf16) and (setting.rollout, setting.trainer) != (BF16, BF16):
+        first, last = remedies.keep_bf16
+        reasons = (*reasons, f"{first} first and {last} last layers have linears in BF16; each layer counts alike")
     return MismatchRisk(
         kl_k3=kl,
         kl_k3_low=low,
@@ -172,7 +181,7 @@ def mismatch_risk(
         seq_reject_fraction=float(np.mean(sequence_rejection(kl, lengths, *COUNTED_MIS))),
         level=level,
         reasons=reasons,
-        moe=setting.moe,
+        moe=setting.routing,
     )
 
 
@@ -216,10 +225,13 @@ def _kl_band(
     kl = size * predicted_kl(setting, coefficients, result.errors)[0]
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
     variance += 0.0 if calibrated else UNIT_SCALES_SD**2
-    factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2))
+    factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2 + theory.trainer_sd(setting) ** 2))
     damage = CLIPPED_KV_KL if clipped and not calibrated else 0.0
     # With scales that follow the weights the failure is possible (verl#4435), not expected: only the upper end has it.
     high = (kl + damage) * factor if not clipped else max((kl + damage) * factor, CLIPPED_KV_KL)
+    if setting.same_grid:
+        # Rounding on one grid differs no more than rounding on one side alone.
+        high = min(high, _kl_band(replace(setting, trainer=BF16), calibrated, clipped, unmeasured)[2])
     return kl / factor + damage / factor, kl + damage, high
 
 
@@ -238,10 +250,16 @@ def _level(
         f"KL (k3) up to {kl_high:.2g} per token, {clip_high:.2g} of the tokens clipped, raw ESS down to {ess_low:.2f}"
     )
     reasons = [f"{limits}: {level}"]
-    if setting.moe:
+    if setting.routing:
         reasons.append("MoE: routing differs between engine and trainer, so the ratios have a heavy tail")
-    if setting.fp8_weights and setting.e8m0:
+    elif setting.moe:
+        reasons.append("router replay: the trainer uses the engine's experts, so routing adds nothing")
+    if setting.rollout == POW2 != setting.trainer:
         reasons.append(_ROUNDED_TWICE)
+    if setting.same_grid:
+        reasons.append(_SAME_GRID)
+    elif setting.trainer != BF16:
+        reasons.append(_OTHER_GRID.format(trainer=setting.trainer, rollout=setting.rollout))
     if clipped:
         level = "high"
         reasons.append(_CLIPPED[calibrated])
@@ -276,6 +294,14 @@ _HELD_SCALES: Final = "this takes K and V scales to be in the checkpoint, which 
 _ROUNDED_TWICE: Final = (
     "weights are rounded twice, to power-of-two scales: Blackwell's kernels take no others, and on Hopper "
     "VLLM_USE_DEEP_GEMM_E8M0=0 avoids it"
+)
+_SAME_GRID: Final = (
+    "this assumes that the trainer rounds the very weights that the rollout rounds: then only activations differ; "
+    "published runs of such trainers differ much, so the range is wider"
+)
+_OTHER_GRID: Final = (
+    "the trainer's linears are in {trainer} and the rollout's in {rollout}: each rounds on its own, which adds up; no "
+    "published KL was fitted of it: the range is wider"
 )
 _FP8_CHECKPOINT: Final = (
     "the checkpoint is in FP8, and this is for a trainer with BF16 weights; one that dequantises the checkpoint has "

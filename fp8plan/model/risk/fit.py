@@ -1,9 +1,11 @@
 """The fit of the theory to published observations, as plans use it.
 
-    KL = exp(engines) * (1 [+ exp(moe)]) * (BF16 + exp(linears) * FP8 linears + exp(kv [+ kv_no_qk_norm]) * FP8 KV)
+    dense = BF16 + exp(linears [+ same_grid]) * FP8 linears + exp(kv [+ kv_no_qk_norm]) * FP8 KV
+    KL = exp(engines) * (dense [+ exp(routing) * routes(dense)])
 
-The terms of the last bracket are `theory.kl_terms`. Parts in [] are for MoE, or for models without QK-norm. exp(moe) =
-1 means that routing doubles the KL. The positive terms keep the order BF16 <= FP8 <= both, and dense <= MoE.
+The terms of `dense` are `theory.kl_terms`, and routes is `theory.routing_term`. Parts in [] are for trainers on the
+rollout's grid, for models without QK-norm, and for MoE without router replay. All terms are positive, so that more FP8
+means more KL, and so do routes that differ.
 
 tools/risk_report.py makes the fit.
 """
@@ -21,13 +23,13 @@ from typing import Final
 import numpy as np
 
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.model.risk.theory import RoundingErrors, Setting, kl_terms
+from fp8plan.model.risk.theory import RoundingErrors, Setting, kl_terms, routing_term
 
 DATA: Final = Path(__file__).parent / "data"
 OBSERVATIONS: Final = DATA / "mismatch_observations.csv"
 FIT: Final = DATA / "mismatch_fit.json"
 
-COEFFICIENTS: Final = ("engines", "moe", "linears", "kv", "kv_no_qk_norm")
+COEFFICIENTS: Final = ("engines", "routing", "linears", "same_grid", "kv", "kv_no_qk_norm")
 Z90: Final = NormalDist().inv_cdf(0.95)  # half-width of a two-sided 90% interval
 
 
@@ -59,31 +61,40 @@ def committed_fit() -> MismatchFit:
 
 
 def predicted_kl(setting: Setting, coefficients: FloatArray, errors: RoundingErrors) -> tuple[float, float]:
-    """The KL per token, and the part of it due to quantisation."""
-    bf16, linears, kv = _scaled_terms(setting, coefficients, errors)
-    return bf16 + linears + kv, linears + kv
+    """The KL per token, and that of quantisation alone: of two engines that differ in nothing else."""
+    total, alone = (_terms(setting, coefficients, errors, only) for only in (False, True))
+    return sum(total), sum(alone)
 
 
 def log_gradient(
     setting: Setting, coefficients: FloatArray, errors: RoundingErrors, quantisation_only: bool = False
 ) -> FloatArray:
-    """The derivatives d log KL / d coefficient, shape (5,)."""
-    bf16, linears, kv = _scaled_terms(setting, coefficients, errors)
-    total = linears + kv + (0.0 if quantisation_only else bf16)
-    no_qk_norm = 0.0 if setting.qk_norm else kv / total
-    routing = setting.moe / (1 + exp(-float(coefficients[1])))
-    return np.array([1.0, routing, linears / total, kv / total, no_qk_norm])
+    """The derivatives d log KL / d coefficient, shape (6,)."""
+    bf16, linears, kv, routing = _terms(setting, coefficients, errors, quantisation_only)
+    dense = bf16 + linears + kv
+    total = dense + routing
+    # Routing grows as the square root of the rest, so a share of the rest moves half that share of it.
+    per_nat = (1 + routing / (2 * dense)) / total
+    same_grid = linears * per_nat if setting.same_grid else 0.0
+    no_qk_norm = 0.0 if setting.qk_norm else kv * per_nat
+    return np.array([1.0, routing / total, linears * per_nat, same_grid, kv * per_nat, no_qk_norm])
 
 
-def _scaled_terms(setting: Setting, coefficients: FloatArray, errors: RoundingErrors) -> tuple[float, float, float]:
-    engines, moe, linears, kv, no_qk_norm = coefficients.tolist()
-    terms = kl_terms(setting, errors)
-    level = exp(engines) * (1 + exp(moe) * setting.moe)
-    return (
-        level * terms[0],
-        level * exp(linears) * terms[1],
-        level * exp(kv + no_qk_norm * (not setting.qk_norm)) * terms[2],
-    )
+def _terms(
+    setting: Setting, coefficients: FloatArray, errors: RoundingErrors, quantisation_only: bool
+) -> tuple[float, float, float, float]:
+    """KL per token from (BF16 kernels, FP8 linears, FP8 KV, routing)."""
+    engines, routing, linears, same_grid, kv, no_qk_norm = coefficients.tolist()
+    bf16_term, linears_term, kv_term = kl_terms(setting, errors)
+    if quantisation_only:
+        bf16_term = 0.0
+    linears_term *= exp(linears + same_grid * setting.same_grid)
+    kv_term *= exp(kv + no_qk_norm * (not setting.qk_norm))
+    routes = 0.0
+    if setting.routing:
+        routes = exp(routing) * routing_term(bf16_term + linears_term + kv_term, setting.expert_layers, errors)
+    level = exp(engines)
+    return level * bf16_term, level * linears_term, level * kv_term, level * routes
 
 
 def coefficient_variance(result: MismatchFit, gradient: FloatArray) -> float:

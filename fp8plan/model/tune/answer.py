@@ -147,7 +147,7 @@ class Answer:
         """Simulate every lever on top of a tuned plan."""
         scene = Scene.of(tuned)
         every = levers(tuned, scene)
-        working = [lever for lever in every if abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
+        working = [lever for lever in every if lever.remedy or abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)
         return cls(tuned, tuple(working), tuple(idle), _limited_by(scene), _floor(scene), Waterfall.of(tuned, scene))
 

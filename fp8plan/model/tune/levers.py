@@ -22,6 +22,7 @@ from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
+from fp8plan.model.tune.remedies import remedy_levers
 from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.tune.search import Tuned, in_words
 from fp8plan.model.tune.speculation import speculated
@@ -40,6 +41,7 @@ def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     """Every lever that is modelled, and the plan's own changes; those that save most come first."""
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
     every += [*_cap(scene), *_samples(scene), *_more_gpus(scene), *_speculative(scene), *sync_levers(scene)]
+    every += remedy_levers(scene)
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
     return sorted(every, key=lambda lever: -lever.saved_s[0])

@@ -40,6 +40,7 @@ class Lever:
     words:    program -> its own words for the setting; a program that has none is left out
     in_plan:  the plan has it: the gain is that over the plan without it
     step:     the seconds are those of the RL step, not of the rollout
+    remedy:   it lowers the mismatch, whatever its time
     before_s, after_s: without and with it
     gain:     ratio of the two, with its 90% interval
     price:    what it costs besides time
@@ -56,6 +57,7 @@ class Lever:
     mismatch: str = NOTHING
     in_plan: bool = False
     step: bool = False
+    remedy: bool = False
 
     @property
     def measured(self) -> bool:

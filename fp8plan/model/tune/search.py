@@ -53,6 +53,7 @@ class Grid:
     @classmethod
     def around(cls, base: Prediction, callers: EngineLimits | None, keep: Collection[str]) -> Grid:
         """The grid around a plan. These stay: sizes that the caller set, a prefix cache that is off, limits in `keep`.
+        A prefix cache that returned experts need stays on.
 
         callers: the caller's limits, before the GPU's defaults filled them
         """
@@ -61,6 +62,8 @@ class Grid:
         graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
         caching = () if callers is None or callers.enable_prefix_caching is not False else ("enable_prefix_caching",)
         fixed = {*keep, *kept_sizes, *caching, *(() if graphs else ("max_cudagraph_capture_size",))}
+        if limits.enable_return_routed_experts:
+            fixed.add("enable_prefix_caching")
         replicas = {-(-requests // c.setup.limits.data_parallel_size) for c in base.tried}
         powers = {2**k for k in range(LEAST_SEQS.bit_length() - 1, MOST_SEQS.bit_length()) if 2**k < max(replicas)}
         values: dict[str, set[Any]] = {

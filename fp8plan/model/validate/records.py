@@ -32,7 +32,7 @@ WARMING: Final = "it compiles and fills caches, and predictions are of warm engi
 COUNT_IT: Final = "--include-first counts it"
 OF_TOOLS: Final = "their seconds hold waits for tools and the prefill of their output, which predictions leave out"
 # A change in one of these fields, from record to record, means a new engine.
-OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", "inside", *RECORDED)
+OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", "inside", *RECORDED)
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
@@ -160,6 +160,7 @@ class Record:
             self.limits,
             caller_of(self.fields),
             self.fields["engine_version"],
+            self.fields.get("keep_bf16") or (0, 0),
         )
 
 
@@ -328,6 +329,8 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
+    same += ["routed_experts"] if limits.enable_return_routed_experts else []
+    same += [fields["keep_bf16"]] if fields.get("keep_bf16") else []
     same += [] if (imposed := limits.max_cudagraph_capture_size) is None else [imposed]
     same += [] if (caller := caller_of(fields)) == OWN else [caller]
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from benchmarks.learning.grpo import (
 from benchmarks.learning.policies.table import TINY
 from benchmarks.learning.policies.tasks import Problem
 from benchmarks.learning.policies.teach import new_model
+from fp8plan.runtime.routes import UNKNOWN
 
 
 def sample(prompt: list[int], response: list[int]) -> Sample:
@@ -28,6 +30,7 @@ def sample(prompt: list[int], response: list[int]) -> Sample:
 
 
 SAMPLES = [sample([1, 2], [3]), sample([1, 2], [4, 5, 6]), sample([7, 8, 9, 10], [11, 12]), sample([7], [3, 4, 5, 6])]
+ROUTES = np.arange(40, dtype=np.uint8).reshape(10, 2, 2)  # tokens, layers, experts per token
 
 
 def test_advantages_are_of_a_group_and_zero_where_all_are_equal() -> None:
@@ -90,10 +93,27 @@ def test_the_loss_is_the_policy_gradient_and_stops_beyond_the_clip() -> None:
 def test_an_engines_outputs_become_samples() -> None:
     def output(*tokens: int) -> Any:
         logprobs = [{token: SimpleNamespace(logprob=-0.1 * token), 99: SimpleNamespace(logprob=0)} for token in tokens]
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs)])
+        response = SimpleNamespace(token_ids=tokens, logprobs=logprobs, routed_experts=ROUTES[: len(tokens)])
+        return SimpleNamespace(outputs=[response])
 
     problems = [Problem([1], "a"), Problem([2], "b")]
-    found = samples_of(problems, [output(3, 4), output(5)])
-    assert [one.problem.key for one in found] == ["a", "b"]
-    assert found[0].tokens == [3, 4]
-    assert found[0].logprobs == pytest.approx([-0.3, -0.4])
+    samples = samples_of(problems, [output(3, 4), output(5)])
+    assert [sample.problem.key for sample in samples] == ["a", "b"]
+    assert samples[0].tokens == [3, 4]
+    assert samples[0].logprobs == pytest.approx([-0.3, -0.4])
+    assert samples[0].routes.tolist() == ROUTES[:2].tolist()
+
+
+def test_a_batch_has_the_routes_of_its_samples_as_long_as_its_rows() -> None:
+    routed = [
+        sample._replace(routes=ROUTES[: len(sample.problem.prompt) + len(sample.tokens) - 1]) for sample in SAMPLES
+    ]
+    batch = batch_of(routed, [0.0] * 4, group=2)
+    assert batch.routes is not None
+    assert batch.routes.shape == (*batch.tokens.shape, 2, 2)
+    assert batch.routes[1, :4].tolist() == ROUTES[:4].tolist()
+    assert (batch.routes[1, 4:] == UNKNOWN).all()  # the last token, which was no input, and the padding
+    few = batch.rows(slice(0, 2))
+    assert few.routes is not None
+    assert few.routes.shape[:2] == few.tokens.shape
+    assert batch_of(SAMPLES, [0.0] * 4, group=2).routes is None

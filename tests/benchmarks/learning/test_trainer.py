@@ -14,6 +14,7 @@ from benchmarks.learning.policies.table import TINY
 from benchmarks.learning.policies.tasks import Problem
 from benchmarks.learning.policies.teach import new_model
 from benchmarks.learning.trainer import Trainer
+from fp8plan.runtime.replay import recorded
 
 
 @pytest.fixture(scope="module", params=["qk_norm", "moe"])
@@ -96,3 +97,19 @@ def test_a_trainer_goes_on_from_its_state(checkpoint: Path, batch: Batch, tmp_pa
     for policy in (one, other):
         policy.update(batch, old, batch.mask, None)
     assert torch.equal(one.logprobs(batch), other.logprobs(batch))
+
+
+@pytest.mark.parametrize("checkpoint", ["moe"], indirect=True)
+def test_replayed_experts_change_the_log_probs_and_are_counted(checkpoint: Path, batch: Batch) -> None:
+    mine = trainer(checkpoint)
+    with recorded(mine.policy) as record:
+        own = mine.logprobs(batch)
+    routes = record.own_choice.view(*batch.tokens.shape, *record.own_choice.shape[-2:])
+    replayed = batch._replace(routes=routes)
+    assert torch.equal(mine.logprobs(replayed), own)
+    assert mine.routing_differs(replayed) == 0.0
+    experts = int(routes.max()) + 1
+    others = batch._replace(routes=(routes + 1) % experts)
+    assert not torch.equal(mine.logprobs(others), own)
+    assert mine.routing_differs(others) > 0.5
+    assert mine.logprobs(others).shape == own.shape

@@ -15,6 +15,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.model.configs import QUANT_FILE
 from fp8plan.model.emit.vllm import ignored
+from fp8plan.model.setup import EngineSetup
 
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
 # What vLLM does not build here, and why; it builds all others.
@@ -71,7 +72,7 @@ def folder_of(name: str, odd: bool, parent: Path) -> tuple[Path, Counter[tuple[i
     folder = parent / f"{name}{'_odd' * odd}"
     config.save_pretrained(folder)
     shape, found = shape_of(config, name), Counter[tuple[int, int, bool]]()
-    (folder / "ignored.json").write_text(json.dumps(ignored(shape, 1)))
+    (folder / "ignored.json").write_text(json.dumps(ignored(EngineSetup(shape, "h200", "fp8_block"))))
     assert bool(shape.left_in_bf16()) or not odd
     for linear in (x for x in shape.linears() if x.name != "lm_head"):
         found[linear.n, linear.k, linear.quantised] += linear.layers

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Mlp
 from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored, vllm_kwargs
@@ -25,30 +26,44 @@ def matched(patterns: Sequence[str], name: str) -> bool:
     return any(re.match(pattern.removeprefix("re:"), name) for pattern in patterns)
 
 
+def left_out(model: ModelShape | str, tensor_parallel_size: int = 1, keep_bf16: tuple[int, int] = (0, 0)) -> list[str]:
+    limits = EngineLimits(tensor_parallel_size=tensor_parallel_size)
+    return ignored(EngineSetup(model, "h200", "fp8_block", limits, keep_bf16=keep_bf16))
+
+
 def test_where_all_fits_only_routers_are_named() -> None:
-    assert (
-        ignored(QWEN, 1) == ignored(None, 4) == ignored(ModelShape.from_hf("Qwen/Qwen3-30B-A3B"), 4) == [ROUTER_PATTERN]
-    )
+    assert left_out(QWEN) == left_out("of/nothing-known", 4) == left_out("Qwen/Qwen3-30B-A3B", 4) == [ROUTER_PATTERN]
 
 
 def test_another_layout_names_others() -> None:
     names = ("layers.0.mlp.down_proj", "layers.7.mlp.shared_experts.down_proj", "layers.7.self_attn.o_proj")
-    found = {tp: [matched(ignored(GLM, tp), f"model.{name}") for name in names] for tp in (1, 2)}
+    found = {tp: [matched(left_out(GLM, tp), f"model.{name}") for name in names] for tp in (1, 2)}
     assert found == {1: [True, False, False], 2: [True, True, False]}
     limits = EngineLimits(tensor_parallel_size=2)
     kwargs = vllm_kwargs(EngineSetup(GLM, "h200", "fp8_block", limits))
-    assert kwargs["quantization_config"]["ignore"] == ignored(GLM, 2)
+    assert kwargs["quantization_config"]["ignore"] == left_out(GLM, 2)
     assert "quantization_config" not in vllm_kwargs(EngineSetup(GLM, "h200", "bf16", limits))
 
 
 def test_layers_are_numbered_where_others_of_the_name_are_in_fp8() -> None:
     odd = tuple(replace(layer, mlp=Mlp(10944)) if i in (3, 30) else layer for i, layer in enumerate(QWEN.layers))
-    patterns = ignored(replace(QWEN, layers=odd), 1)
+    patterns = left_out(replace(QWEN, layers=odd))
     assert len(patterns) == 2
     for prefix in ("model", "language_model.model"):
         left = [i for i in range(36) if matched(patterns, f"{prefix}.layers.{i}.mlp.down_proj")]
         assert left == [3, 30]
     assert not matched(patterns, "model.layers.3.mlp.gate_up_proj")
+
+
+def test_kept_layers_are_one_pattern_beside_the_others() -> None:
+    """GLM's first layer alone has a dense MLP."""
+    patterns = left_out(GLM, 2, keep_bf16=(1, 2))
+    assert patterns[:-1] == [x for x in left_out(GLM, 2) if "mlps" not in x]
+    layers = range(GLM.num_layers)
+    for module in ("self_attn.qkv_proj", "mlp.experts", "mlp.shared_experts.gate_up_proj"):
+        assert [i for i in layers if matched(patterns, f"model.layers.{i}.{module}")] == [0, *layers[-2:]]
+    with pytest.raises(ConfigError, match=r"keep_bf16 is \(40, 6\), and the model has 46 layers; allowed: fewer"):
+        left_out(GLM, keep_bf16=(40, 6))
 
 
 @pytest.mark.vllm
@@ -58,7 +73,7 @@ def test_vllm_matches_a_fused_module_by_its_name_or_by_all_of_its_parts(whole: b
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
     narrow = replace(QWEN, hidden_size=960)
-    patterns = ignored(narrow, 1)
+    patterns = left_out(narrow)
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     for module, parts in fused.items():
         layer = f"model.layers.0.{'self_attn' if module == 'qkv_proj' else 'mlp'}"

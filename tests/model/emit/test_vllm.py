@@ -74,8 +74,9 @@ def test_no_limit_of_these_tests_stands_at_its_default() -> None:
     assert same == {
         "tensor_parallel_size",
         "data_parallel_size",
-        "enable_expert_parallel",
-    }  # each Choice carries its own
+        "enable_expert_parallel",  # each Choice carries its own
+        "enable_return_routed_experts",  # demands another value of enable_prefix_caching
+    }
 
 
 def layout(tensor_parallel: int, data_parallel: int, **changes: Any) -> Plan:
@@ -119,6 +120,22 @@ def test_vllm_builds_its_engine_config_from_the_kwargs(precision: str, tiny_moe:
     assert config.scheduler_config.async_scheduling is False
     assert config.scheduler_config.scheduler_reserve_full_isl is False
     assert config.parallel_config.tensor_parallel_size == 1
+
+
+@pytest.mark.vllm
+def test_vllm_returns_the_experts_of_a_plan_with_router_replay(tiny_moe: str) -> None:
+    from vllm import EngineArgs
+
+    for replay in (False, True):
+        plan = plans.plan(model=tiny_moe, limits=EngineLimits(enable_return_routed_experts=replay))
+        args = EngineArgs(**plan.vllm_kwargs())
+        returned = args.aux_output_config if at_least(VLLM, (0, 31)) else args
+        assert returned.enable_return_routed_experts is replay
+        assert args.enable_prefix_caching is True
+        words = json.loads(plan.emit("vllm"))["command"].split()
+        assert ("--enable-return-routed-experts" in words) == replay
+        served = serve_parser().parse_args(words[words.index("serve") + 2 :])
+        assert bool(served.enable_return_routed_experts) == replay
 
 
 @pytest.mark.vllm

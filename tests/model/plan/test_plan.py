@@ -19,6 +19,7 @@ from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import KV_SCALES
 
 
@@ -68,8 +69,8 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
     data = plans.saved().to_dict()
     assert list(data) == [
         "schema_version", "fp8plan_version", "model", "gpu", "profile", "limits", "workload", "seed", "choices",
-        "chosen", "baseline", "thresholds", "reasons", "warnings", "budget", "kv_scales", "anchor", "inside",
-        "engine_version",
+        "chosen", "baseline", "thresholds", "reasons", "warnings", "budget", "remedies", "kv_scales", "anchor",
+        "inside", "engine_version",
     ]  # fmt: skip
     assert (
         list(data["choices"][0])
@@ -79,7 +80,8 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
             "step_speedup_over_best_low step_speedup_over_best_high "
             "speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
             "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-            "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on max_num_seqs"
+            "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on max_num_seqs "
+            "remedy routed_experts"
         ).split()
     )
     assert json.loads(json.dumps(data)) == data
@@ -103,6 +105,24 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) 
     with pytest.raises(ConfigError, match=rf"field '([\w\[\].]*\.)?{field}' is missing"):
         Plan.from_json(damaged(lambda node: node.pop(field)))
     assert Plan.from_json(damaged(lambda node: node.update(colour={"r": [1]}))) == plan
+
+
+def test_a_plan_of_a_schema_without_remedies_has_none() -> None:
+    older = plans.saved().to_dict() | {"schema_version": "1.7"}
+    del older["remedies"]
+    assert Plan.from_json(json.dumps(older)) == plans.saved()
+
+
+def test_remedies_are_saved_and_reach_the_engine_of_every_choice() -> None:
+    remedies = Remedies(True, "fp8_block", (2, 1))
+    plan = Plan.from_json(plans.saved(remedies=remedies).to_json())
+    assert plan.remedies == remedies
+    assert plan.setup("fp8_block").shape.left_in_bf16()
+    assert plan.setup("bf16").shape.left_in_bf16() == ()
+    data = plan.to_dict()
+    data["remedies"]["keep_bf16"] = [1]
+    with pytest.raises(ConfigError, match=r"remedies.keep_bf16 is \[1\]; allowed: a list of length 2"):
+        Plan.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESE
 from fp8plan.model.risk import theory as setting
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import committed_fit, predicted_kl
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.risk.theory import (
     SMALL,
     SMALL_LANGUAGE,
@@ -48,8 +49,10 @@ def of(name: str, **changes: Any) -> ModelShape:
 
 
 def quantisation_kl(shape: ModelShape, precision: Precision, tp: int = 1) -> float:
+    """The KL of quantisation alone, without routing, which grows as the square root of the rest."""
     fitted = committed_fit()
-    return predicted_kl(setting_of(shape, precision, True, tp), np.array(fitted.coefficients), fitted.errors)[1]
+    setting = setting_of(shape, precision, True, tp, Remedies(router_replay=True))
+    return predicted_kl(setting, np.array(fitted.coefficients), fitted.errors)[1]
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_layers_alike_are_counted_as_they_are(name: str) -> None:
     shape = ModelShape.from_hf(name)
     layers, moe = float(shape.num_layers), any(x.name == "router" for x in shape.linears())
     norm = shape.parts_of(Attention)[0][0].qk_norm == "head"
-    assert setting_of(shape, BF16) == Setting(layers, layers, layers, moe, norm, False, False, True)
+    assert setting_of(shape, BF16) == Setting(layers, layers, layers, layers * moe, norm, "bf16", False)
     assert setting_of(shape, FP8_BLOCK_KV, False).quantised_layers == layers
     assert unmeasured_parts(shape) == (() if shape.num_parameters > SMALLEST_FITTED else (SMALL,))
 
@@ -169,7 +172,7 @@ def test_the_published_runs_with_state_space_layers_are_within_their_range() -> 
     assert len(rows) == 2
     for row in rows:
         assert row.setting.moe
-        risk = mismatch_risk(shape, FP8_BLOCK if row.setting.fp8_weights else BF16, LENGTHS)
+        risk = mismatch_risk(shape, BF16 if row.setting.rollout == "bf16" else FP8_BLOCK, LENGTHS)
         assert risk.kl_k3_low < row.kl < risk.kl_k3_high  # type: ignore[operator]
 
 
@@ -236,7 +239,7 @@ def test_the_factor_of_small_language_models_is_what_the_two_measured_ones_earn(
     assert log(SMALL_LANGUAGE_FACTOR) == pytest.approx(fmean(means), abs=0.01)
     left_out = [error - other for of, other in zip(errors, reversed(means), strict=True) for error in of]
     further = (fmean(x**2 for x in left_out) - committed_fit().noise_sd ** 2) ** 0.5
-    assert exp(further) == pytest.approx(1.7, abs=0.05)
+    assert exp(further) == pytest.approx(1.65, abs=0.05)
     assert further < SMALL_SD[SMALL_LANGUAGE]
     shape = small_shape("smollm2")
     widths = [

@@ -11,12 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isclose, isfinite
 from typing import Final
 
-from fp8plan.errors import ConfigError, some
-from fp8plan.model.hardware import find_gpu
+from fp8plan.errors import some
 from fp8plan.model.precision import E4M3_MAX, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.runtime.apply.doctor import weights_checks
-from fp8plan.runtime.apply.doctor.observed import Finding, Logged, Observed, fault, ok, unknown, warning
+from fp8plan.model.risk.remedies import POW2
+from fp8plan.runtime.apply.doctor import trainer_checks, weights_checks
+from fp8plan.runtime.apply.doctor.observed import (
+    NOTHING,
+    Finding,
+    Logged,
+    Observed,
+    fault,
+    needs_e8m0,
+    ok,
+    unknown,
+    warning,
+)
 from fp8plan.runtime.apply.weight_sync.kv_scales import INSTEAD, keeps_scales
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits
@@ -31,13 +41,6 @@ RECALIBRATE: Final = (
 )
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
-REPLAY: Final = (
-    "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (verl: "
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True and "
-    "actor_rollout_ref.actor.megatron.router_replay.mode=R3; NeMo RL: policy.router_replay.enabled=true); else keep "
-    "token-level TIS, and watch the KL"
-)
-NOTHING: Final = "nothing tells"
 VLLM_NAMES: Final = {"fp8_block": "fp8_per_block"}  # vLLM's names that stand for one format of weights alone
 
 
@@ -127,12 +130,10 @@ def e8m0(seen: Observed) -> Finding:
         return ok("e8m0", "no blockwise FP8 weights")
     if not seen.facts["e8m0"]:
         return ok("e8m0", "scales are FP32")
-    try:
-        wanted = seen.gpu is not None and find_gpu(seen.gpu).e8m0_scales
-    except ConfigError:
-        wanted = False
-    if wanted:
+    if needs_e8m0(seen):
         return ok("e8m0", f"scales are powers of two, as {seen.gpu} multiplies them")
+    if seen.trainer_precision == POW2:
+        return ok("e8m0", "scales are powers of two, as the trainer's")
     return fault(
         "e8m0",
         "e8m0_on",
@@ -153,25 +154,6 @@ def router(seen: Observed) -> Finding:
         return ok("router", says)
     todo = """quantization_config={"ignore": ["re:.*mlp\\\\.gate$"]} (fp8plan emit PLAN.json vllm has the whole list)"""
     return fault("router", "router_quantised", f"{says}: quantised routers pick other experts than the trainer's", todo)
-
-
-def routing(seen: Observed) -> Finding:
-    """The trainer can replay the routes of experts with FP8 weights (R3, "rollout routing replay")."""
-    experts, weights = seen.facts.get("experts"), seen.weights_format
-    if experts is None or (experts and ("routed_experts" not in seen.facts or weights is None)):
-        return unknown("routing", seen.unseen.get("ranks", NOTHING))
-    if not experts:
-        return ok("routing", "no experts")
-    if seen.facts["routed_experts"]:
-        return ok("routing", "the routes of experts are returned; the trainer must replay them")
-    if not weights:
-        return ok("routing", "the routes of experts are not returned; weights are not quantised")
-    says = (
-        f"weights are {weights}, and the routes of experts are not returned, so a trainer picks its own. One router in "
-        "ten picked others, for 94% of tokens one in some layer, and replay halved the KL (Qwen3-30B-A3B, arXiv "
-        "2510.11370); FP8's rounding adds to it"
-    )
-    return warning("routing", "router_replay_off", says, REPLAY)
 
 
 def cuda_graphs(seen: Observed) -> Finding:
@@ -272,7 +254,7 @@ def mismatch(seen: Observed) -> Finding:
         return fault("mismatch", "invalid_logprobs", says, MEANINGS[Alarm.INVALID].remedy)
     limit = MOST_K3 if log.limit is None or not isfinite(log.limit) else log.limit
     says = f"k3 {log.k3:.1e} per token, limit {limit:.1e}"
-    if causes := sentence(log.causes):
+    if causes := sentence(log.causes, log.differing):
         says += f"; {causes}"
     if log.k3 > limit:
         return fault("mismatch", "mismatch_high", says, FIND)
@@ -310,7 +292,8 @@ CHECKS: Final[tuple[Callable[[Observed], Finding], ...]] = (
     kernels,
     e8m0,
     router,
-    routing,
+    trainer_checks.routing,
+    trainer_checks.trainer,
     kv_scales,
     cuda_graphs,
     preemption,

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +14,7 @@ from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.apply.doctor.checks import findings
 from fp8plan.runtime.apply.doctor.observe import Request, observe_engine, observe_llm
 from fp8plan.runtime.apply.doctor.observed import Finding, Observed, State
@@ -70,6 +71,7 @@ def doctor(
     temperature: float = 1.0,
     gpu: str | None = None,
     precision: str | None = None,
+    trainer_precision: str | None = None,
     api_key: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
@@ -83,6 +85,7 @@ def doctor(
     scored:      sequences with the trainer's log-probs at `temperature`, one for each token except the first
     temperature: that of the rollouts
     gpu, precision: the planned GPU and preset, if the target does not know them
+    trainer_precision: one of TRAINER_PRECISIONS: how the trainer computes its linears
     api_key:     that of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
     timeout_s:   seconds for all questions to a server
 
@@ -90,14 +93,14 @@ def doctor(
     that breaks off, is late, or does not answer like a `vllm serve`. Raises SyncError or ConfigError while requests
     run.
     """
-    request = _request(prompts, weights, scored, temperature, gpu, precision)
+    request = _request(prompts, weights, scored, temperature, gpu, precision, trainer_precision)
     if isinstance(target, str) and URL.match(target):
         from fp8plan.runtime.apply.doctor.over_http.server import observe_server
 
-        return _diagnosis(observe_server(Server(target, api_key, timeout_s), request))
+        return _diagnosis(observe_server(Server(target, api_key, timeout_s), request), request)
     if request.prompt_file is not None:
         raise ConfigError(f"--prompts are for a server, and {target} is none; leave them out")
-    return _diagnosis(_observed(target, request))
+    return _diagnosis(_observed(target, request), request)
 
 
 async def async_doctor(
@@ -109,6 +112,7 @@ async def async_doctor(
     temperature: float = 1.0,
     gpu: str | None = None,
     precision: str | None = None,
+    trainer_precision: str | None = None,
 ) -> Diagnosis:
     """`doctor` for an AsyncRolloutEngine of this event loop, which goes on meanwhile.
 
@@ -119,13 +123,13 @@ async def async_doctor(
             f"the engine is a {type(engine).__name__}; allowed: an AsyncRolloutEngine. For {ALLOWED} type: "
             "fp8plan.doctor(...)"
         )
-    request = _request(prompts, weights, scored, temperature, gpu, precision)
+    request = _request(prompts, weights, scored, temperature, gpu, precision, trainer_precision)
     loop = asyncio.get_running_loop()
 
     def ask(procedure: Generator[Call, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(engine.ask(procedure), loop).result()
 
-    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, request))
+    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, request), request)
 
 
 def _request(
@@ -135,19 +139,23 @@ def _request(
     temperature: float,
     gpu: str | None,
     precision: str | None,
+    trainer_precision: str | None,
 ) -> Request:
     if not (is_number(temperature) and temperature > 0):
         raise ConfigError(f"temperature is {temperature!r}; allowed: a number above 0")
     if precision is not None:
         find_precision(precision)
+    if trainer_precision is not None:
+        Remedies(trainer_precision=trainer_precision)  # refuses an unknown one
     card = None if gpu is None else find_gpu(gpu).name
     file = Path(prompts) if isinstance(prompts, str | Path) else None
     tokens = None if isinstance(prompts, str | Path) else prompts
     sequences = [scored] if isinstance(scored, Scored) else scored
-    return Request(tokens, weights, sequences, sampled_at(temperature), card, precision, file)
+    return Request(tokens, weights, sequences, sampled_at(temperature), card, precision, file, trainer_precision)
 
 
-def _diagnosis(seen: Observed) -> Diagnosis:
+def _diagnosis(seen: Observed, request: Request) -> Diagnosis:
+    seen = replace(seen, trainer_precision=request.trainer_precision)
     return Diagnosis(seen.target, tuple(findings(seen)), seen)
 
 

@@ -17,7 +17,7 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import NO_ROLLOUT
 from fp8plan.runtime.apply.doctor.observe import Notes, Request, measured_kernels
 from fp8plan.runtime.apply.doctor.observed import Logged, Observed
-from fp8plan.schemas import K3, KL_LIMIT, RunRecord, check_version, checked
+from fp8plan.schemas import K3, KL_LIMIT, ROUTING_DIFFERS, RunRecord, check_version, checked
 
 # TRL's mean |log ratio|: s sqrt(2 / pi) for normal ones with standard deviation s, and their k3 is about s^2 / 2.
 MEAN_ABS: Final = "sampling/sampling_logp_difference/mean"
@@ -135,6 +135,7 @@ def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
         steps=[row["step"] for row in rows],
         alarms=sounded,
         causes=(None if typed is None else typed.attribution) or (),
+        differing=last["metrics"].get(ROUTING_DIFFERS),
     )
 
 

@@ -53,6 +53,7 @@ class Request:
     gpu: str | None = None
     precision: str | None = None
     prompt_file: Path | None = None
+    trainer_precision: str | None = None
 
 
 @dataclass(slots=True)

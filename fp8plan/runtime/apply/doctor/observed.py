@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
+from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.schemas import KlPart
+
+NOTHING: Final = "nothing tells"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Logged:
     steps:     numbers of all steps; None: a log without alarms
     alarms:    alarm -> numbers of its steps
     causes:    the parts of the last step's KL
+    differing: share of its tokens that trainer and engine route differently; None: not known
     """
 
     step: int
@@ -88,6 +93,7 @@ class Logged:
     steps: Sequence[int] | None = None
     alarms: Mapping[str, Sequence[int]] = field(default_factory=dict)
     causes: Sequence[KlPart] = ()
+    differing: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,7 @@ class Observed:
     target:    the engine, server or file, in words
     gpu:       name in fp8plan.model.hardware
     precision: planned preset
+    trainer_precision: one of TRAINER_PRECISIONS; None: not known
     runs:      preset that runs; None: not known, or none of fp8plan's
     ranks:     facts of each worker (runtime.apply.worker.facts), as far as a server or a file has them
     kernels:   a profile's name of a kernel -> vLLM's name of its implementation
@@ -117,6 +124,7 @@ class Observed:
     target: str
     gpu: str | None = None
     precision: str | None = None
+    trainer_precision: str | None = None
     runs: str | None = None
     ranks: Sequence[Mapping[str, Any]] = ()
     kernels: Mapping[str, str] | None = None
@@ -161,6 +169,14 @@ class Observed:
     @property
     def cpu(self) -> bool:
         return self.gpu == "cpu" or self.facts.get("device") == "cpu"
+
+
+def needs_e8m0(seen: Observed) -> bool:
+    """True for a GPU that multiplies FP8 blocks with power-of-two scales alone; False for others, and if not known."""
+    try:
+        return seen.gpu is not None and find_gpu(seen.gpu).e8m0_scales
+    except ConfigError:
+        return False
 
 
 class State(StrEnum):

@@ -15,6 +15,7 @@ from fp8plan.runtime.apply.engine.engine import VllmEngine
 from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
+from fp8plan.runtime.apply.engine.returned_experts import refuse_request
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
 from fp8plan.runtime.apply.threads import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Reset, Restart, Rpc, Sleep, WakeUp
@@ -62,7 +63,7 @@ class AsyncRolloutEngine(
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] = (0, 0),
+        keep_bf16: tuple[int, int] | None = None,
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:
@@ -77,15 +78,20 @@ class AsyncRolloutEngine(
             raise
         return engine
 
-    async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str | None = None, *, routed_experts: bool = False
+    ) -> AsyncGenerator[Any]:
         """Generate one request as AsyncLLM.generate does, and yield its RequestOutputs.
 
+        routed_experts: as in RolloutEngine.generate; the last output has them
+
         A generate that is cancelled, or left before its end, leaves no request behind. Raises NotServingError while the
-        weights must not be used, and ConfigError for a token id that the model does not have.
+        weights must not be used, and ConfigError as RolloutEngine.generate does.
         """
         from vllm.sampling_params import RequestOutputKind
 
         refuse_shut_down(self.state)
+        refuse_request(routed_experts, self.facts)
         refuse_prompts([prompt], self.state.vocabulary)
         with generating(self.state), named():
             output, how, ended = None, self._judge.how, self._judge.begin(self.llm, sampling_params)

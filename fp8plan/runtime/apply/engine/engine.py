@@ -38,6 +38,7 @@ from fp8plan.runtime.apply.engine.base import (
 from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
+from fp8plan.runtime.apply.engine.returned_experts import refuse_request
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
 from fp8plan.runtime.apply.interrupts import Held, let_in, released
 from fp8plan.runtime.apply.threads import started_apart, watched
@@ -234,7 +235,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] = (0, 0),
+        keep_bf16: tuple[int, int] | None = None,
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> RolloutEngine:
@@ -245,7 +246,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         sync:        how weights are synced; None: as the precision asks for (SyncSettings.planned)
         remote:      whether the trainer's tensors come over a link (fp8plan.runtime.apply.weight_sync.nccl)
         guard:       when the guard advises to step down; None: the defaults
-        keep_bf16:   how many first and last layers of the model keep their linears in BF16
+        keep_bf16:   how many first and last layers keep their linears in BF16; None: as in the setup
         precisions:  presets that the engine may step down to; None: any
         vllm_kwargs: further arguments of vllm.LLM, which win over the setup's limits, but not over its precision
 
@@ -258,14 +259,18 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         return cls(launched, sync or SyncSettings.planned(launched.precision, remote), mode, guard)
 
-    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, routed_experts: bool = False, **kwargs: Any
+    ) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
-        Without `rollout` the call is a rollout of its own, and `verdict` the guard's on it. Raises NotServingError
-        while another generate runs or the weights must not be used, and ConfigError for a token id that the model does
-        not have.
+        With `routed_experts` each response has the experts of its tokens (apply.engine.returned_experts). Without
+        `rollout` the call is a rollout of its own, and `verdict` the guard's on it. Raises NotServingError while
+        another generate runs or the weights must not be used, and ConfigError for a token id that the model does not
+        have, or if the engine returns no experts.
         """
         refuse_shut_down(self.state)
+        refuse_request(routed_experts, self.facts)
         with Held(self._give_up):
             refuse_prompts(prompts, self.state.vocabulary)
             if self.state.generating or (not self.state.running and self._busy()):

@@ -24,6 +24,7 @@ from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.precision import find_precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, remarks
+from fp8plan.runtime.apply.engine.returned_experts import refuse_dense
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
 from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
@@ -49,7 +50,6 @@ class Launch:
     setup:      the setup that runs. Its limits are the engine's own. The cost model reads its model's shape
     kwargs:     arguments of vllm.LLM
     env:        environment variables of its processes
-    keep_bf16:  how many first and last layers keep their linears in BF16
     more:       the caller's part of `kwargs`
     precisions: presets that the engine may be started again in; None: any
     """
@@ -57,7 +57,6 @@ class Launch:
     setup: EngineSetup
     kwargs: Mapping[str, Any]
     env: Mapping[str, str]
-    keep_bf16: tuple[int, int]
     more: Mapping[str, Any]
     precisions: Sequence[str] | None
 
@@ -82,8 +81,7 @@ class Launch:
     @property
     def not_predicted(self) -> tuple[str, ...]:
         """Options that the cost model does not know, so that no guard can judge the engine."""
-        kept = (f"keep_bf16={self.keep_bf16} (layers kept in BF16)",) if any(self.keep_bf16) else ()
-        return (*kept, *not_predicted(self.more))
+        return not_predicted(self.more)
 
     @property
     def fp8_weights(self) -> bool:
@@ -100,8 +98,7 @@ class Launch:
             raise ConfigError(f"the plan has no {name} on {size} GPU(s); allowed: a plan with all precisions")
         limits = replace(self.limits, max_num_seqs=Lowerable(self.limits.max_num_seqs))
         setup = replace(self.setup, precision=find_precision(name), limits=limits)
-        keep = self.keep_bf16 if setup.precision.weights == "fp8_block" else (0, 0)
-        return launch(setup, str(self.kwargs["model"]), keep, self.more, self.precisions)
+        return launch(setup, str(self.kwargs["model"]), None, self.more, self.precisions)
 
     def holding(self, longest: int) -> Launch:
         """The same engine with max_model_len filled in, where the setup left it to vLLM."""
@@ -186,6 +183,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str
         cudagraph_mode=facts["cudagraph_mode"],
         not_predicted=unknown,
         inside=setup.inside,
+        keep_bf16=setup.keep_bf16,
         kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
         host_loop_s=facts.get("host_loop_s"),
     )
@@ -194,7 +192,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str
 def launch(
     setup: EngineSetup,
     model_path: str | None = None,
-    keep_bf16: tuple[int, int] = (0, 0),
+    keep_bf16: tuple[int, int] | None = None,
     more: Mapping[str, Any] | None = None,
     precisions: Sequence[str] | None = None,
     beside: Collection[str] = (),
@@ -203,6 +201,7 @@ def launch(
     """Return the Launch of one replica. Warns of options in `more` that predictions, guard or correction do not know.
 
     model_path: the checkpoint, if it is not the setup's model
+    keep_bf16:  in place of the setup's
     beside:     the caller's own arguments, one of which may be misspelt in `more`
     server:     `more` may hold arguments of `vllm serve`, too
     the rest:   as in Launch
@@ -222,6 +221,10 @@ def launch(
         if name in more and more[name] not in allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {' or '.join(map(repr, allowed))}: {why}")
     setup.check_precision()
+    if keep_bf16 is not None:
+        setup = replace(setup, keep_bf16=keep_bf16)
+        if any(keep_bf16) and preset.weights != "fp8_block":
+            raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
     model = str(setup.path if model_path is None else model_path)
     local = (Path(model) / "config.json").is_file()
     config = _config(Path(model).resolve() if local else model, setup.path)
@@ -238,13 +241,10 @@ def launch(
     runs = _lowered_to_blocks(runs)
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
-    if preset.weights == "fp8_block":
-        _keep_bf16(kwargs, keep_bf16, config)
-    elif any(keep_bf16):
-        raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
+    refuse_dense(runs.limits, config, model)
     for remark in remarks(more):
         warn(remark)
-    return Launch(runs, kwargs, vllm_env(setup), keep_bf16, more, precisions)
+    return Launch(runs, kwargs, vllm_env(setup), more, precisions)
 
 
 def _lowered_to_blocks(setup: EngineSetup) -> EngineSetup:
@@ -278,22 +278,6 @@ def _cpu_has_blockwise_fp8() -> bool:
 
     load_general_plugins()
     return any(kernel.is_supported()[0] for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU])
-
-
-def _keep_bf16(kwargs: dict[str, Any], ends: tuple[int, int], config: Mapping[str, Any]) -> None:
-    """Add the first and last layers to those that vLLM does not quantise. Raises ConfigError for wrong counts."""
-    first, last = ends
-    if first < 0 or last < 0:
-        raise ConfigError(f"keep_bf16 is {ends}; allowed: two counts of layers, e.g. (1, 1)")
-    if not first and not last:
-        return
-    layers = config.get("num_hidden_layers")
-    if layers is None or first + last > layers:
-        raise ConfigError(f"keep_bf16 is {ends}, and the model has {layers} layers in config.json; allowed: fewer")
-    numbers = "|".join(str(n) for n in (*range(first), *range(layers - last, layers)))
-    settings = dict(kwargs["quantization_config"])
-    settings["ignore"] = [*settings["ignore"], rf"re:.*\.layers\.({numbers})\..*"]
-    kwargs["quantization_config"] = settings
 
 
 STREAMS = (1, 2)  # stdout and stderr, which the processes started meanwhile inherit

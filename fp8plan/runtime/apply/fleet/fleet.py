@@ -22,6 +22,7 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.base import EngineBase, driven
 from fp8plan.runtime.apply.engine.launch import Launch, launch, workers_of
 from fp8plan.runtime.apply.engine.options import arguments_of
+from fp8plan.runtime.apply.engine.returned_experts import refuse_request
 from fp8plan.runtime.apply.fleet.members import Calls, Members, Terms
 from fp8plan.runtime.apply.fleet.placement import FleetGuard
 from fp8plan.runtime.apply.fleet.report import Routing
@@ -88,7 +89,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         mode: Literal["inprocess", "multiprocess"] = "inprocess",
         sync: SyncSettings | None = None,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] = (0, 0),
+        keep_bf16: tuple[int, int] | None = None,
         precisions: Sequence[str] | None = None,
         expected_tokens: float = 1.0,
         cpus_per_replica: float = 1.0,
@@ -143,18 +144,21 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         sampling_params: Any = None,
         *,
         expected_lengths: Sequence[float] | None = None,
+        routed_experts: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
         expected_lengths: tokens to expect of one response to each prompt. None: those of the same prompt's last
                           responses, or else `expected_tokens`. They only decide the replica of a prompt
+        routed_experts:   as in RolloutEngine.generate
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
-        is left, while another generate runs, or while the weights must not be used. Raises ConfigError for a token id
-        that the model does not have.
+        is left, while another generate runs, or while the weights must not be used. Raises ConfigError as
+        RolloutEngine.generate does.
         """
         refuse_shut_down(self.state)
+        refuse_request(routed_experts, self.facts)
         refuse_prompts(prompts, self.state.vocabulary)
         with generating(self.state, only=True):
             try:

@@ -3,9 +3,12 @@
     probed = probe("Qwen/Qwen3-8B", ["bf16", "fp8_block+fp8_kv"], prompts=[...], gpu="h200")
     probed.precisions["fp8_block+fp8_kv"].figures["kl_k3"]        Interval(value, low, high)
 
-An engine of each precision, one after the other, samples responses with their log-probs. Then the trainer's model, in
-BF16, scores the same tokens. The result holds for these prompts, this checkpoint and the start of a run; the Monitor
-follows the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
+An engine of each precision, one after the other, samples responses with their log-probs. Then the trainer's model
+scores the same tokens. The result holds for these prompts, this checkpoint and the start of a run; the Monitor follows
+the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
+
+The trainer computes in BF16, or with `remedies` as they say. All trainers score the samples of one engine. Another
+engine is started only for layers that the rollout keeps in BF16, and the trainer keeps the same.
 
 With `SampleSettings(after=..., top_k=...)` the trainer's model is one of a later step, which the engine got by a sparse
 sync. The KL that top-k adds is this KL less that of a probe without `top_k`.
@@ -20,19 +23,22 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.emit.vllm import ignored
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import PRESETS, find_precision
+from fp8plan.model.precision import FP8_BLOCK, PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.risk.remedies import BF16, Remedies
+from fp8plan.model.risk.theory import NO_REMEDIES
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.measure.machine import gpu_facts
-from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed, intervals, tokens_needed
+from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed, in_effect, intervals, tokens_needed
 from fp8plan.runtime.measure.probe.sampling import Prompt, Sampled, SampleSettings, checkpoints, sample, token_ids
 
 
@@ -42,6 +48,7 @@ def probe(
     prompts: Sequence[Prompt] | None = None,
     *,
     gpu: str | Gpu = "auto",
+    remedies: Remedies | Sequence[Remedies] | None = None,
     settings: SampleSettings | None = None,
     limits: EngineLimits | None = None,
     most_prompts: int | None = None,
@@ -54,6 +61,7 @@ def probe(
     precisions:  preset names; None: all
     prompts:     token ids, texts or {"messages": ...}; None: 16 tasks of reasoning through the model's chat template
     gpu:         GPU on which the engines and the reference run; "auto" asks the driver; "cpu" runs on the CPU
+    remedies:    what lowers the mismatch in the run; several: each is measured; None: nothing
     limits:      limits of each engine; None: vLLM's defaults for this GPU
     most_prompts: number of prompts to take from the start; None: all
     progress:    called with a line of text at each new stage
@@ -77,28 +85,33 @@ def probe(
     if (different := len({tuple(ids) for ids in tokens})) < 8:
         raise ConfigError(f"{different} different prompts are too few for an interval; allowed: at least 8")
     longest = max(len(ids) for ids in tokens) + settings.max_tokens
-    results: dict[str, Probed] = {}
-    samples: dict[str, list[Sampled]] = {}
-    for preset in presets:
-        progress(f"{preset.name}: an engine starts and samples {len(tokens) * settings.samples} responses")
+    asked = [remedies] if isinstance(remedies, Remedies) else remedies or [NO_REMEDIES]
+    _refuse_replay_without_experts(model_path, asked)
+    sampled: dict[_Engine, list[Sampled]] = {}
+    findings: dict[_Engine, list[Probed]] = {}
+    for engine in _engines(presets, asked):
+        progress(f"{engine.label}: an engine starts and samples {len(tokens) * settings.samples} responses")
         begun = time.perf_counter()
         try:
-            setup = EngineSetup(model_path, card, preset, limits, engine_version=version).holding(longest)
+            returning = replace(limits, enable_return_routed_experts=engine.routed_experts)
+            setup = EngineSetup(
+                model_path, card, engine.preset, returning, engine_version=version, keep_bf16=engine.keep_bf16
+            ).holding(longest)
             setup.check_precision()
             with held_back(engine_stays=False):
-                samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)
+                sampled[engine], facts = sample(setup, tokens, settings, **vllm_kwargs)
         except Exception as error:  # the error of one engine: the others may run
-            results[preset.name] = Probed(preset.name, error=_text_of(error))
-            progress(f"{preset.name}: {results[preset.name].error}")
+            probed = Probed(engine.preset.name, error=_text_of(error))
+            progress(f"{engine.label}: {probed.error}")
         else:
             seconds = {"sample": time.perf_counter() - begun}
-            results[preset.name] = Probed(preset.name, facts=facts, seconds=seconds)
-    if samples:
-        progress("the BF16 reference scores the same tokens")
+            probed = Probed(engine.preset.name, facts=facts, seconds=seconds)
+        findings[engine] = [replace(probed, remedies=each) for each in engine.remedies]
+    if sampled:
+        progress("the reference scores the same tokens")
         with held_back(engine_stays=False):
-            _score(settings.after or model_path, card, samples, results, settings)
-    for name, rows in samples.items() if settings.after is None else ():  # no expectation covers a sync
-        results[name] = replace(results[name], predicted=_predicted(model_path, results[name], rows))
+            setup = EngineSetup(model_path, card, FP8_BLOCK, limits, engine_version=version)
+            _score(setup, sampled, findings, settings)
     import torch
 
     return Probe(
@@ -109,8 +122,41 @@ def probe(
         reference=f"transformers {version_of('transformers')}, torch {torch.__version__}, bf16",
         settings=settings,
         prompts=len(tokens),
-        precisions=results,
+        findings=[probed for each in findings.values() for probed in each],
     )
+
+
+class _Engine(NamedTuple):
+    """An engine that samples.
+
+    keep_bf16: how many first and last layers keep their linears in BF16
+    remedies:  those whose trainers score its samples
+    """
+
+    preset: Precision
+    keep_bf16: tuple[int, int]
+    remedies: tuple[Remedies, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.preset.name}, keep_bf16 {self.keep_bf16}" if any(self.keep_bf16) else self.preset.name
+
+    @property
+    def routed_experts(self) -> bool:
+        """True if it returns the experts of each token."""
+        return any(each.router_replay for each in self.remedies)
+
+
+def _engines(presets: Sequence[Precision], remedies: Sequence[Remedies]) -> list[_Engine]:
+    """The engines of all precisions. Only those with FP8 weights have layers to keep."""
+    engines = []
+    for preset in presets:
+        by_layers: dict[tuple[int, int], list[Remedies]] = {}
+        for each in dict.fromkeys(in_effect(remedy, preset.name) for remedy in remedies):
+            kept = (0, 0) if preset.weights == BF16 else each.keep_bf16
+            by_layers.setdefault(kept, []).append(each)
+        engines += [_Engine(preset, kept, tuple(those)) for kept, those in by_layers.items()]
+    return engines
 
 
 def compared(
@@ -141,26 +187,37 @@ def compared(
 
 
 def _score(
-    model_path: str,
-    card: Gpu,
-    samples: Mapping[str, Sequence[Sampled]],
-    results: dict[str, Probed],
+    setup: EngineSetup,
+    sampled: Mapping[_Engine, Sequence[Sampled]],
+    findings: dict[_Engine, list[Probed]],
     settings: SampleSettings,
 ) -> None:
-    """Replace the results of each precision with samples by a comparison with the reference's log-probs."""
+    """Replace the findings of each engine with samples by a comparison with each trainer's log-probs.
+
+    setup: an engine with FP8 weights; trainers in FP8 keep the same linears in BF16
+    """
     from fp8plan.runtime.measure.probe.reference import Reference
 
-    reference = Reference(model_path, "cpu" if card.is_cpu else "cuda")
-    for name, rows in samples.items():
-        begun = time.perf_counter()
-        try:
-            train = reference.score(rows, settings.temperature)
-            prompts = [tuple(row.prompt) for row in rows]
-            scored = compared(train, [row.logprobs for row in rows], settings.seed, prompts)
-        except Exception as error:  # the error of one precision, e.g. of an engine whose log-probs are all NaN
-            scored = Probed(name, error=_text_of(error))
-        seconds = dict(results[name].seconds or {}) | {"score": time.perf_counter() - begun}
-        results[name] = replace(scored, precision=name, facts=results[name].facts, seconds=seconds)
+    model_path = str(setup.model)
+    reference = Reference(settings.after or model_path, "cpu" if setup.gpu.is_cpu else "cuda")
+    for engine, rows in sampled.items():
+        prompts, rollout = [tuple(row.prompt) for row in rows], [row.logprobs for row in rows]
+        for number, probed in enumerate(findings[engine]):
+            begun, remedies = time.perf_counter(), probed.remedies
+            trainer = remedies.trainer_precision
+            try:
+                in_bf16 = ignored(replace(setup, keep_bf16=remedies.keep_bf16))
+                with reference.computing_in(trainer, in_bf16):
+                    train = reference.score(rows, settings.temperature, router_replay=remedies.router_replay)
+                scored = compared(train.logprobs, rollout, settings.seed, prompts)
+                scored = replace(scored, experts_differ=train.experts_differ)
+            except Exception as error:  # the error of one trainer, e.g. of an engine whose log-probs are all NaN
+                scored = Probed("", error=_text_of(error))
+            seconds = dict(probed.seconds or {}) | {"score": time.perf_counter() - begun}
+            scored = replace(scored, precision=probed.precision, remedies=remedies, facts=probed.facts, seconds=seconds)
+            if settings.after is None:  # no expectation covers a sync
+                scored = replace(scored, predicted=_predicted(model_path, scored, rows))
+            findings[engine][number] = scored
 
 
 def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> Interval | None:
@@ -173,9 +230,22 @@ def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> In
             [max(1, len(row.response)) for row in rows],
             e8m0=bool(facts.get("e8m0")),
             kv_scales_calibrated=facts.get("kv_scales") != "1.0",
+            remedies=measured.remedies,
         )
         return Interval(risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high)
     return None
+
+
+def _refuse_replay_without_experts(model_path: str, remedies: Sequence[Remedies]) -> None:
+    """Raise ConfigError if experts are to be replayed that the model does not have. An unknown model may have some."""
+    if not any(each.router_replay for each in remedies):
+        return
+    try:
+        shape = ModelShape.from_hf(model_path)
+    except ConfigError:
+        return
+    if not shape.parts_of(Experts):
+        raise ConfigError(f"router_replay is given, and {model_path} has no experts; allowed: a model with experts")
 
 
 def _refuse_absent(card: Gpu) -> None:

@@ -1,12 +1,17 @@
-"""The trainer's side of a mismatch: transformers in BF16 scores the tokens that an engine sampled."""
+"""The trainer's side of a mismatch: a model of transformers scores the tokens that an engine sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.risk.remedies import BF16
+from fp8plan.runtime.measure.probe.fp8_linears import fp8_linears
 from fp8plan.runtime.measure.probe.sampling import Sampled
+from fp8plan.runtime.replay import recorded, replayed
+from fp8plan.runtime.routes import padded_routes, share_differing
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +20,18 @@ if TYPE_CHECKING:
 TOKENS_AT_ONCE: Final = {"cpu": 2048, "cuda": 16_384}
 # Bytes of logits at once. Each logit takes 2 in BF16, 4 in float32 and 4 for the exponentials of log-sum-exp.
 LOGITS_BYTES, BYTES_PER_LOGIT = 1 << 30, 10
+
+
+class Scores(NamedTuple):
+    """The reference's side of some samples.
+
+    logprobs:       of every response token of each sample: [tokens of its response] float32 on the CPU
+    experts_differ: share of response tokens for which its routers pick other experts than the engine in some layer;
+                    None if the engine did not return its experts
+    """
+
+    logprobs: list[torch.Tensor]
+    experts_differ: float | None
 
 
 class Reference:
@@ -36,24 +53,47 @@ class Reference:
         self.device, self._body, self._head = device, model.get_decoder(), model.get_output_embeddings()
         self._refuse_other_heads(model, model_path)
 
+    def computing_in(self, precision: str, ignored: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a context in which the model computes its linears in one of TRAINER_PRECISIONS.
+
+        ignored: patterns of modules that stay in BF16, as in vLLM's quantization_config
+
+        Raises ConfigError as `fp8_linears` does.
+        """
+        return nullcontext() if precision == BF16 else fp8_linears(self._body, precision, ignored)
+
     def score(
-        self, samples: Sequence[Sampled], temperature: float = 1.0, tokens_at_once: int | None = None
-    ) -> list[torch.Tensor]:
-        """Log-probs of every response token of each sample: [tokens of its response] float32 on the CPU.
+        self,
+        samples: Sequence[Sampled],
+        temperature: float = 1.0,
+        tokens_at_once: int | None = None,
+        router_replay: bool = False,
+    ) -> Scores:
+        """Score the response tokens of each sample.
+
+        router_replay: use the engine's experts, which the samples must have
 
         Rows of a batch are padded on the right: under causal attention no token sees the padding, so no mask is needed.
+        Raises ConfigError as `replayed`.
         """
         import torch
 
         scores: list[Any] = [torch.empty(0)] * len(samples)
+        differing, tokens = 0.0, 0
         budget = tokens_at_once or TOKENS_AT_ONCE[self.device]
         for rows in batches([len(s.prompt) + len(s.response) for s in samples], budget):
-            scored = self._batch([samples[i] for i in rows], temperature)
+            scored, share = self._batch([samples[i] for i in rows], temperature, router_replay)
             for i, values in zip(rows, scored, strict=True):
                 scores[i] = values
-        return scores
+            count = sum(map(len, scored))
+            differing, tokens = differing + count * (share or 0.0), tokens + count
+        routed = tokens and all(s.experts is not None for s in samples)
+        return Scores(scores, differing / tokens if routed else None)
 
-    def _batch(self, samples: Sequence[Sampled], temperature: float) -> list[torch.Tensor]:
+    def _batch(
+        self, samples: Sequence[Sampled], temperature: float, router_replay: bool
+    ) -> tuple[list[torch.Tensor], float | None]:
+        """Return the log-probs of one batch, and the share of tokens with other experts."""
         import torch
 
         texts = [torch.tensor([*s.prompt, *s.response]) for s in samples]
@@ -63,9 +103,27 @@ class Reference:
             before[row, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1] = True
         targets = torch.tensor([token for s in samples for token in s.response], device=self.device)
         with torch.inference_mode():
-            hidden = self._body(input_ids=tokens, use_cache=False).last_hidden_state[before.to(self.device)]
-            scored = self._logprobs(hidden, targets, temperature)
-        return list(scored.cpu().split([len(s.response) for s in samples]))
+            states, share = self._hidden(samples, tokens, before, router_replay)
+            scored = self._logprobs(states[before.to(self.device)], targets, temperature)
+        return list(scored.cpu().split([len(s.response) for s in samples])), share
+
+    def _hidden(
+        self, samples: Sequence[Sampled], tokens: torch.Tensor, before: torch.Tensor, router_replay: bool
+    ) -> tuple[torch.Tensor, float | None]:
+        """Return the last hidden states of tokens [batch, length], and the share of `before` with other experts."""
+        import torch
+
+        routes = [s.experts for s in samples if s.experts is not None]
+        if not routes:
+            if router_replay:
+                raise ConfigError("the samples have no experts of the engine to replay; sample with routed_experts")
+            return self._body(input_ids=tokens, use_cache=False).last_hidden_state, None
+        lengths = torch.tensor([len(s.prompt) + len(s.response) for s in samples])
+        picked = padded_routes(routes, torch.arange(tokens.shape[1]) < lengths[:, None])
+        with replayed(self._body, picked) if router_replay else recorded(self._body) as seen:
+            states = self._body(input_ids=tokens, use_cache=False).last_hidden_state
+        own = seen.own_choice.reshape(picked.shape).cpu()
+        return states, share_differing(picked, own, before).tokens
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probs of targets [tokens] from hidden states [tokens, width]: [tokens] float32."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,7 +23,8 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
 from fp8plan.model.risk.fit import OBSERVATIONS
-from fp8plan.model.risk.theory import has_qkv_bias, setting_of
+from fp8plan.model.risk.remedies import BF16, Remedies
+from fp8plan.model.risk.theory import NO_REMEDIES, has_qkv_bias, setting_of
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
 from fp8plan.runtime.watch.mismatch.sums import LIMIT, FloatArray, k3
 from fp8plan.schemas import VERSIONS
@@ -126,7 +127,7 @@ KEYED = ("log_ratio_quantiles", "tail_fractions")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The findings of one precision. After a failure `error` has the reason, and the figures are empty.
+    """The findings of one precision with some remedies. After a failure `error` has the reason, and figures are empty.
 
     figures:       kl_k3, k1 (nats per token), ess_raw and tails (shares of tokens), with 90% intervals
     mismatch:      the Monitor's figures of the same batch: quantiles, tails, profile by position
@@ -135,6 +136,9 @@ class Probed:
     predicted:     kl_k3 that fp8plan.model.risk.expected expects, with its 90% band; None for models it does not cover
     facts:         facts of the engine (kernels, attention, e8m0, ...), and the origin of its KV scales
     seconds:       sample (with the engine's start), score
+    remedies:      those that `in_effect` leaves of the run's
+    experts_differ: share of tokens for which trainer and engine pick other experts in some layer, without replay; None
+                   if the engine did not return its experts
     """
 
     precision: str
@@ -148,6 +152,8 @@ class Probed:
     predicted: Interval | None = None
     facts: Mapping[str, Any] | None = None
     seconds: Mapping[str, float] | None = None
+    remedies: Remedies = NO_REMEDIES
+    experts_differ: float | None = None
 
     @property
     def kl_k3(self) -> Interval:
@@ -161,12 +167,17 @@ class Probed:
         named = {name: getattr(self, name) for name in self.__dataclass_fields__}
         figures = {name: value._asdict() for name, value in (self.figures or {}).items()}
         predicted = self.predicted and self.predicted._asdict()
-        return named | {"figures": figures, "predicted": predicted, "mismatch": self.mismatch and _plain(self.mismatch)}
+        mismatch, remedies = self.mismatch and _plain(self.mismatch), asdict(self.remedies)
+        remedies["keep_bf16"] = list(self.remedies.keep_bf16)
+        return named | {"figures": figures, "predicted": predicted, "mismatch": mismatch, "remedies": remedies}
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of `probe`: the findings of each precision, and the model, engine and settings behind them."""
+    """The result of `probe`: the findings of each precision, and the model, engine and settings behind them.
+
+    findings: a Probed for each precision and each of its remedies, in the order in which they were asked for
+    """
 
     model: str
     gpu: str
@@ -175,12 +186,28 @@ class Probe:
     reference: str
     settings: SampleSettings
     prompts: int
-    precisions: Mapping[str, Probed]
+    findings: Sequence[Probed]
 
-    def interval_of(self, precision: str | None) -> Interval | None:
-        """KL (k3, nats per token) of a preset with its 90% interval; None if it was not measured."""
-        probed = self.precisions.get(precision or "")
-        return None if probed is None or probed.error is not None else probed.kl_k3
+    @property
+    def precisions(self) -> dict[str, Probed]:
+        """The first finding of each precision."""
+        first: dict[str, Probed] = {}
+        for probed in self.findings:
+            first.setdefault(probed.precision, probed)
+        return first
+
+    def interval_of(self, precision: str | None, remedies: Remedies | None = None) -> Interval | None:
+        """KL (k3, nats per token) of a preset with its 90% interval; None if it was not measured.
+
+        remedies: those of the run; None: it has none
+        """
+        if precision is None:
+            return None
+        wanted = in_effect(remedies or NO_REMEDIES, precision)
+        for probed in self.findings:
+            if (probed.precision, probed.remedies) == (precision, wanted) and probed.error is None:
+                return probed.kl_k3
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return only dicts, lists, strings, numbers, booleans and None."""
@@ -188,8 +215,14 @@ class Probe:
         named |= {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
         settings = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}
         settings["top_k"] = self.settings.top_k and str(self.settings.top_k)
-        rows = [probed.to_dict() for probed in self.precisions.values()]
+        rows = [probed.to_dict() for probed in self.findings]
         return named | settings | {"prompts": self.prompts, "precisions": rows}
+
+
+def in_effect(remedies: Remedies, precision: str) -> Remedies:
+    """The remedies that change the mismatch of a precision. Layers are kept in BF16 only beside linears in FP8."""
+    in_fp8 = find_precision(precision).weights != BF16 or remedies.trainer_precision != BF16
+    return remedies if in_fp8 else replace(remedies, keep_bf16=(0, 0))
 
 
 def _plain(mismatch: Mismatch) -> dict[str, Any]:
@@ -209,7 +242,7 @@ def columns() -> list[str]:
 
 
 def observations(probe: Probe) -> list[dict[str, str]]:
-    """A row for each measured precision, with its interval as the range.
+    """A row for each precision and trainer, with the interval as the range. None with layers kept in BF16.
 
     Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
     is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
@@ -218,7 +251,8 @@ def observations(probe: Probe) -> list[dict[str, str]]:
     if probe.settings.after is not None:
         raise ConfigError("a probe of a sync is no observation of a precision; allowed: one without after")
     shape = ModelShape.from_hf(probe.model)
-    return [_row(probe, probed, shape) for probed in probe.precisions.values() if probed.figures is not None]
+    whole = [probed for probed in probe.findings if not any(probed.remedies.keep_bf16) and probed.figures is not None]
+    return [_row(probe, probed, shape) for probed in whole]
 
 
 def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
@@ -256,9 +290,11 @@ def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
     from fp8plan.version import __version__
 
     preset, kl, facts = find_precision(probed.precision), probed.kl_k3, probed.facts or {}
+    remedies = probed.remedies
     ess = (probed.figures or {})["ess_raw"].value
-    setting = setting_of(shape, preset)
-    partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
+    setting = setting_of(shape, preset, remedies=remedies)
+    in_fp8 = preset.weights != BF16 or remedies.trainer_precision != BF16
+    partly = in_fp8 and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
     fitted = not find_gpu(probe.gpu).is_cpu and not probed.invalid and kl.low > 0 and not partly
     values: dict[str, Any] = {
         "source": SOURCE,
@@ -275,6 +311,8 @@ def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
         "kv": preset.kv,
         "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",
         "e8m0": int(bool(facts.get("e8m0"))) if preset.weights == "fp8_block" else "",
+        "trainer_precision": "" if remedies.trainer_precision == BF16 else remedies.trainer_precision,
+        "router_replay": 1 if remedies.router_replay else "",
         "quantity": "k3",
         "scope": "total",
         "kind": "range",

@@ -60,11 +60,17 @@ class SampleSettings:
 
 
 class Sampled(NamedTuple):
-    """One response: token ids of both, and the engine's log-prob of each token of the response."""
+    """One response of the engine.
+
+    prompt, response: token ids
+    logprobs:         of each token of the response
+    experts:          those of each token but the last: [tokens, layers, experts per token]; None: not asked for
+    """
 
     prompt: list[int]
     response: list[int]
     logprobs: list[float]
+    experts: Any = None
 
 
 def sample(
@@ -85,7 +91,8 @@ def sample(
         synced = None if settings.after is None else _synced(engine, checkpoints(str(setup.model), settings.after))
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
-        return _generated(engine, every, settings), engine.facts | {"kv_scales": scales, "synced": synced}
+        samples = _generated(engine, every, settings, setup.limits.enable_return_routed_experts)
+        return samples, engine.facts | {"kv_scales": scales, "synced": synced}
     finally:
         engine.shutdown()
 
@@ -123,7 +130,9 @@ def _calibrated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleS
     return str(engine.recalibrate_kv())
 
 
-def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings) -> list[Sampled]:
+def _generated(
+    engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings, routed_experts: bool = False
+) -> list[Sampled]:
     from vllm import SamplingParams
 
     params = [
@@ -136,13 +145,15 @@ def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSe
         )
         for number in range(len(prompts))
     ]
-    outputs = engine.generate([{"prompt_token_ids": list(tokens)} for tokens in prompts], params)
+    texts = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+    outputs = engine.generate(texts, params, routed_experts=routed_experts)
     samples = []
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-        samples.append(Sampled(list(prompt), tokens, logprobs))
+        experts = completion.routed_experts if routed_experts else None
+        samples.append(Sampled(list(prompt), tokens, logprobs, experts))
     return samples
 
 

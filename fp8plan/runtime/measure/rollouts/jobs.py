@@ -189,7 +189,8 @@ def _same_in_all_runs(
     setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options, routed: bool
 ) -> dict[str, Any]:
     """The fields of a record that are known before the engine starts. routed: it has experts, or may have"""
-    kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size", "enable_expert_parallel"}}
+    recorded_apart = {"tensor_parallel_size", "enable_expert_parallel", "enable_return_routed_experts"}
+    kept = {name: getattr(limits, name) for name in LIMITS - recorded_apart}
     if limits.max_cudagraph_capture_size is None:
         del kept["max_cudagraph_capture_size"]
     return {
@@ -202,6 +203,7 @@ def _same_in_all_runs(
         "tensor_parallel": limits.tensor_parallel_size,
         "data_parallel": 1,
         **({"expert_parallel": True} if limits.enable_expert_parallel else {}),
+        **({"routed_experts": True} if limits.enable_return_routed_experts else {}),
         "kv_cache_tokens": setting.get("kv_cache_tokens"),
         "logprobs": 0,
         "weights": "random",

@@ -94,7 +94,7 @@ class EngineFacts:
     e8m0:            True if DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
     not_predicted:   options of the engine that the cost model does not know (runtime.apply.engine.options)
-    inside:          as in EngineSetup
+    inside, keep_bf16: as in EngineSetup
     delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
     kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
     host_loop_s:     the loop of its host, as in RolloutRecord; None: not known
@@ -110,6 +110,7 @@ class EngineFacts:
     cudagraph_mode: str | None = None
     not_predicted: Sequence[str] = ()
     inside: str = OWN
+    keep_bf16: tuple[int, int] = (0, 0)
     delta_bytes: int | None = None
     kv_fixed: bool = False
     host_loop_s: float | None = None
@@ -122,7 +123,8 @@ class EngineFacts:
     def setup(self) -> EngineSetup:
         """The engine in the cost model's terms."""
         limits = replace(self.limits, enforce_eager=self.eager)
-        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, self.engine_version)
+        version, kept = self.engine_version, self.keep_bf16
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, kept)
 
     @property
     def eager(self) -> bool:

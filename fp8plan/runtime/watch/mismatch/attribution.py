@@ -1,11 +1,11 @@
-"""The observed KL, split by cause: staleness, sampling, precision, and the rest.
+"""The observed KL, split by cause: staleness, routing, sampling, precision, and the rest.
 
-    parts = attributed(mismatch, synced=..., sampling=..., expected=Expected(2e-3, 1e-3, 4e-3))
+    parts = attributed(mismatch, synced=..., replayed=..., sampling=..., expected=Expected(2e-3, 1e-3, 4e-3))
     sentence(parts)            "KL 6e-3: 4e-3 staleness, 2e-3 precision"
 
 The trainer's policy differs from the one that sampled for several reasons, one after the other:
 
-    trainer now -- staleness -- weights that sampled -- precision, experts' routing -- engine -- sampling -- the sample
+    trainer -- staleness -- synced weights -- routing -- engine's experts -- precision -- engine -- sampling -- sample
 
 k1 = mean(rollout - train log-prob) is a sum over tokens, so a policy between the two ends splits it exactly. k3 has the
 same expectation if the mean ratio is 1, and far less noise. Each part is therefore a k3, or a difference of two. Causes
@@ -13,12 +13,15 @@ that nothing here tells apart stay one part, which names them all.
 
 staleness  k3(train, rollout) - k3(synced, rollout), where `synced` are the trainer's log-probs under the very weights
            that sampled; without them a lower bound, from the tokens of the newest weights in the batch
+routing    k3(synced, rollout) - k3(replayed, rollout), where `replayed` are the trainer's log-probs under the same
+           weights as `synced`, with the experts that the engine picked for each token. Without `synced` both have the
+           trainer's weights now; experts that changed since the sync then count as routing, too
 sampling   vLLM renormalises over the kept tokens. Their mass M under the weights that sampled multiplies each ratio:
            k3 = E[M] - 1 - E[log M], and the mean ratio is E[M]. -log is convex and M lies in [top_p, 1], or hardly
            below: E[-log M] lies between -log E[M] (Jensen) and the chord (1 - E[M]) / (1 - top_p) * -log top_p. The
            expected precision chooses between the two
-precision  the remaining KL, up to the most that the plan or the probe expects; it includes the routing of experts,
-           which lower precision changes
+precision  the remaining KL, up to the most that the plan or the probe expects. Lower precision changes the routing of
+           experts, too: without `replayed` the two are one part
 rest       the remainder
 """
 
@@ -27,14 +30,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, log
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final
 
-from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.mismatch.metrics import ERRORS
 from fp8plan.runtime.watch.mismatch.sampling import PROCESSED
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.watch.mismatch.expectation import Expected
     from fp8plan.runtime.watch.mismatch.metrics import Mismatch
     from fp8plan.runtime.watch.mismatch.sampling import Sampling
     from fp8plan.schemas import KlPart
@@ -42,33 +44,6 @@ if TYPE_CHECKING:
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = "staleness", "sampling", "precision", "routing", "rest"
 APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with which it still stands alone
 SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
-
-
-@runtime_checkable
-class Probe(Protocol):
-    """The result of `fp8plan.probe`."""
-
-    def interval_of(self, precision: str | None) -> tuple[float, float, float] | None:
-        """k3 of a preset in nats per token, and the ends of its 90% interval; None if it was not measured."""
-
-
-class Expected(NamedTuple):
-    """The expected KL of a precision (k3, nats per token), with its 90% interval."""
-
-    kl: float
-    low: float
-    high: float
-
-
-def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
-    """The KL that a plan expects of `choice` (None: the chosen one); None if it has no expectation."""
-    try:
-        chosen = plan.select(choice)
-    except ConfigError:  # another plan than the engine's
-        return None
-    if chosen.kl_k3 is None or chosen.kl_k3_low is None or chosen.kl_k3_high is None:
-        return None
-    return Expected(chosen.kl_k3, chosen.kl_k3_low, chosen.kl_k3_high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +67,7 @@ def attributed(
     mismatch: Mismatch,
     *,
     synced: Mismatch | None = None,
+    replayed: Mismatch | None = None,
     fresh: bool = False,
     sampling: Sampling | None = None,
     expected: Expected | None = None,
@@ -101,28 +77,33 @@ def attributed(
 
     mismatch: the trainer's log-probs now against the engine's
     synced:   the trainer's log-probs under the weights that sampled against the engine's, over the same tokens
+    replayed: the same as `synced`, or else as `mismatch`, but with the engine's experts
     fresh:    the trainer still has the weights that sampled: nothing is stale
     sampling: how the rollout was sampled; None: not known
     expected: the KL of the precision that runs; None: not known
-    routed:   the model has experts, whose routing lower precision changes
+    routed:   the trainer picks the experts, which lower precision changes
     """
     total = mismatch.k3
     if not mismatch.tokens or not isfinite(total):
         return ()
     parts: list[Part] = []
     open_causes: list[str] = []  # causes that cannot be told from the rest here
-    if synced is not None and not isfinite(synced.k3):  # its log-probs are NaN
-        synced = None
-    engine, left = mismatch if synced is None else synced, total
-    if synced is not None:
-        parts.append(_measured((STALENESS,), total - synced.k3))
+    engine, left = mismatch, total  # the policy that is known to be nearest to the engine's, and the KL without a part
+    if synced is not None and isfinite(synced.k3):  # else its log-probs are NaN
+        parts.append(_measured(STALENESS, total - synced.k3, left))
+        engine = synced
     elif (stale := _by_version(mismatch)) is not None:
         parts.append(Part((STALENESS,), stale, stale, total, "bounded"))
     elif not fresh:
         open_causes.append(STALENESS)
     left -= sum(part.kl for part in parts)
-    cut = _sampled(engine, sampling, max(left, 0.0))
     precision = (PRECISION, ROUTING) if routed else (PRECISION,)
+    if replayed is not None and isfinite(replayed.k3):
+        routing = _measured(ROUTING, engine.k3 - replayed.k3, left)
+        parts.append(routing)
+        engine, left, precision = replayed, left - routing.kl, (PRECISION,)
+        expected = None if expected is None else expected.less(routing.kl)
+    cut = _sampled(engine, sampling, max(left, 0.0))
     if cut is None:
         open_causes.append(SAMPLING)
     elif cut.kl:
@@ -137,9 +118,10 @@ def attributed(
     return tuple(parts)
 
 
-def _measured(causes: tuple[str, ...], kl: float) -> Part:
-    kl = max(kl, 0.0)
-    return Part(causes, kl, kl, kl, "measured")
+def _measured(cause: str, kl: float, most: float) -> Part:
+    """A measured part. The noise of a difference may make it negative, or more than the KL that is left."""
+    kl = min(max(kl, 0.0), most)
+    return Part((cause,), kl, kl, kl, "measured")
 
 
 def _by_version(mismatch: Mismatch) -> float | None:
@@ -154,12 +136,12 @@ def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part |
     if sampling is None or sampling.reshapes or sampling.greedy:
         return None
     if not sampling.truncates or sampling.kept_set or sampling.logprobs_mode != PROCESSED:
-        return None if sampling.remarks() else _measured((SAMPLING,), 0.0)
+        return None if sampling.remarks() else _measured(SAMPLING, 0.0, most)
     if len(sampling.remarks()) > 1:
         return None  # the temperature too: one mean ratio cannot separate the two
     mass = engine.mean_ratio
     if 1.0 - mass <= ERRORS * engine.mean_ratio_error:
-        return _measured((SAMPLING,), 0.0)
+        return _measured(SAMPLING, 0.0, most)
     low, least = -log(mass) - (1.0 - mass), sampling.smallest_kept
     high = most if least is None else (1.0 - mass) / (1.0 - least) * -log(least) - (1.0 - mass)
     low, high = min(low, most), min(max(high, low), most)
@@ -179,10 +161,11 @@ def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precis
     return parts
 
 
-def sentence(parts: Sequence[Part | KlPart]) -> str:
+def sentence(parts: Sequence[Part | KlPart], differing: float | None = None) -> str:
     """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
 
-    parts: those of `attributed`, or of a record
+    parts:     those of `attributed`, or of a record
+    differing: share of the tokens that trainer and engine route differently; None: not known
     """
     sizes = [(part.kl or 0.0, part.causes) for part in parts]
     total = sum(kl for kl, _ in sizes)
@@ -191,7 +174,10 @@ def sentence(parts: Sequence[Part | KlPart]) -> str:
         words = " or ".join(shown[0][1])
     else:
         words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
-    return f"KL {_short(total)}: {words}" if words else ""
+    if not words:
+        return ""
+    experts = "" if differing is None else f"; {differing:.1%} of the tokens have other experts in the trainer"
+    return f"KL {_short(total)}: {words}{experts}"
 
 
 def _short(kl: float) -> str:

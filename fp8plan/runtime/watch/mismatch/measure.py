@@ -98,7 +98,7 @@ class Tokens:
         flat = tensor.to(self.log_ratio.device).reshape(-1)
         if self.kept is None:
             return flat
-        return torch.cat([flat[part].index_select(0, where) for part, where in _valid(self.kept)])
+        return torch.cat([flat[:0], *(flat[part].index_select(0, where) for part, where in _valid(self.kept))])
 
     def unpack(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> Array:
         """Bring `values` [tokens] into the form of the input; 0 where a token is masked, padding or invalid."""

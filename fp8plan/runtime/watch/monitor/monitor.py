@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fp8plan.checks import check_torch, instance, whole
 from fp8plan.errors import ConfigError, warn
-from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.watch.controller.alarms import MEANINGS
 from fp8plan.runtime.watch.controller.fit import suited
 from fp8plan.runtime.watch.controller.laws import Controller, ControllerState, after_correction
@@ -32,10 +32,12 @@ from fp8plan.runtime.watch.controller.state import Update, expecting
 from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.watch.guard.guard import Guard, Judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts
-from fp8plan.runtime.watch.mismatch.attribution import Expected, Probe, attributed, expected_by
+from fp8plan.runtime.watch.mismatch.attribution import attributed
+from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expectation, has_experts
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.pieces import check_group
+from fp8plan.runtime.watch.mismatch.routing import differing, share_of_all
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.mismatch.sums import gathered, rank
 from fp8plan.runtime.watch.monitor.record import (
@@ -49,6 +51,7 @@ from fp8plan.runtime.watch.monitor.record import (
 )
 from fp8plan.runtime.watch.monitor.sinks import Sink, Sinks
 from fp8plan.runtime.watch.monitor.witness import Engine, Witness
+from fp8plan.schemas import ROUTING_DIFFERS
 
 if TYPE_CHECKING:
     from fp8plan.runtime.watch.mismatch.measure import Array
@@ -64,7 +67,7 @@ class _Context(NamedTuple):
     tokens:   those of this rank's batch; None: not known
     sampling: the step's, or else the Monitor's; None: that of the rollout
     own:      the loop's own figures
-    synced:   the mismatch under the weights that sampled; None: not known
+    nearer:   "synced" and "replayed", arguments of `attributed`
     """
 
     number: int
@@ -73,7 +76,7 @@ class _Context(NamedTuple):
     rollout: Rollout
     sampling: Sampling | None
     own: Metrics
-    synced: Mismatch | None = None
+    nearer: Mapping[str, Mismatch]
     fresh: bool = False
 
 
@@ -94,6 +97,7 @@ class Monitor:
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     probe:      the result of `fp8plan.probe` for the precision that runs; `step.attribution` prefers it to the plan
     sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
+    router_replay: the trainer's log-probs have the experts that the engine picked: no part of the KL is routing
     group:      process group of the ranks that share the batch; None: all
     sequence_group: process group of the ranks that hold pieces of the same sequences, as under context or sequence
                 parallelism: each passes its piece of every sequence. It is a part of `group`. None: each rank's
@@ -124,6 +128,7 @@ class Monitor:
         facts: EngineFacts | None = None,
         probe: Probe | None = None,
         sampling: Any = None,
+        router_replay: bool = False,
         group: Any = None,
         sequence_group: Any = None,
     ) -> None:
@@ -141,7 +146,9 @@ class Monitor:
         if probe is not None:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
-        self._expected, self._routed = self._expectation(), self._has_experts()
+        model = getattr(self._other_engine(), "model", None) if plan is None else plan.model
+        self._remedies = replace(Remedies() if plan is None else plan.remedies, router_replay=router_replay)
+        self._expected, self._routed = self._expectation(), not router_replay and has_experts(model)
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
@@ -175,6 +182,8 @@ class Monitor:
         lengths: Sequence[int] | Array | None = None,
         versions: Any = None,
         synced_logprobs: Array | None = None,
+        replayed_logprobs: Array | None = None,
+        routing_differs: float | None = None,
         fresh: bool = False,
         rollout: Rollout = None,
         sampling: Any = None,
@@ -188,6 +197,10 @@ class Monitor:
         versions: argument of `measure`: versions of the weights that sampled
         synced_logprobs: the trainer's log-probs under the very weights that sampled, in the form of train_logprobs, on
                   every rank or on none. They separate staleness from precision in `step.attribution`
+        replayed_logprobs: the trainer's log-probs with the experts that the engine picked for each token, and with the
+                  weights of synced_logprobs, or else of train_logprobs; likewise. They separate routing from precision
+        routing_differs: the share of this rank's tokens for which trainer and engine pick another expert in at least
+                  one layer; NaN: not known; likewise. That of all ranks goes into the record (schemas.ROUTING_DIFFERS)
         fresh:    the trainer still has the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's rollouts since the last step
@@ -204,15 +217,21 @@ class Monitor:
         malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
-        sums, synced, refusal = MismatchSums(), None, None
-        ways = {"synced_logprobs": None if synced_logprobs is None else "present"}
+        sums, routed, refusal, others = MismatchSums(), None, None, dict[str, MismatchSums]()
+        names = "synced_logprobs", "replayed_logprobs", "routing_differs"
+        optional = zip(names, (synced_logprobs, replayed_logprobs, routing_differs), strict=True)
+        ways = {name: None if value is None else "present" for name, value in optional}
+
         try:
             if self.sequence_group is not None:  # its ranks meet in each `pack`
                 gathered(None, ways, self.sequence_group)
             tokens = pack(train_logprobs, rollout_logprobs, mask, lengths, self.sequence_group)
-            if synced_logprobs is not None:
-                synced = measure(pack(synced_logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
-                synced.check_units()
+            for name, logprobs in (("synced", synced_logprobs), ("replayed", replayed_logprobs)):
+                if logprobs is not None:
+                    others[name] = measure(pack(logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
+                    others[name].check_units()
+            if routing_differs is not None:
+                routed = differing(tokens, routing_differs)
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), own_metrics(metrics)
             sampled = self._sampling if sampling is None else Sampling.of(sampling)
@@ -222,9 +241,11 @@ class Monitor:
             refusal = error
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch, ways)
-        behind = None if synced is None else synced.reduced(self.group).metrics()
+        nearer = {name: other.reduced(self.group).metrics() for name, other in others.items()}
+        if routed is not None:
+            own[ROUTING_DIFFERS] = share_of_all(routed, self.group)
         correction = correct(tokens, self.settings, self.group, update[0])
-        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, behind, fresh)
+        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, nearer, fresh)
         return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
@@ -235,7 +256,7 @@ class Monitor:
 
         Every rank calls it, even without tokens. Returns None, and does nothing, if no rank has any.
         """
-        context = _Context(self.steps + 1, time.perf_counter(), self._tokens_in(sums), None, self._sampling, {})
+        context = _Context(self.steps + 1, time.perf_counter(), self._tokens_in(sums), None, self._sampling, {}, {})
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
@@ -284,7 +305,7 @@ class Monitor:
         }
         metrics = {name: None if value != value else value for name, value in metrics.items()}  # NaN: not known
         parts = attributed(
-            mismatch, synced=context.synced, fresh=context.fresh, sampling=sampling,
+            mismatch, **context.nearer, fresh=context.fresh, sampling=sampling,
             expected=self._expected, routed=self._routed,
         )  # fmt: skip
         weights, mask = correction.weights, correction.mask
@@ -316,21 +337,13 @@ class Monitor:
 
     def _expectation(self) -> Expected | None:
         """The expected KL of the precision that runs, from the probe or else from the plan."""
-        if self._probe is not None:
-            facts = self._witness.running() if self.engine is None else None
-            running = self._precision() if facts is None else facts.precision
-            probed = self._probe.interval_of(running)
-            if probed is not None:
-                return Expected(*probed)
-        return None if self._plan is None else expected_by(self._plan, self._precision())
+        choice, other = self._precision(), self._other_engine()
+        running = choice if other is None else other.precision
+        return expectation(self._probe, self._plan, running, choice, self._remedies)
 
-    def _has_experts(self) -> bool:
-        facts = self._witness.running() if self.engine is None else None
-        model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
-        try:
-            return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
-        except ConfigError:  # a model that cannot be planned
-            return False
+    def _other_engine(self) -> EngineFacts | None:
+        """Facts about an engine that is not fp8plan's; None: not known."""
+        return self._witness.running() if self.engine is None else None
 
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step; None, with a warning, for a malformed one."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from fp8plan.model.emit.trainers import TRAINERS
 from fp8plan.runtime.apply.doctor.checks import CHECKS, findings
 from fp8plan.runtime.apply.doctor.observed import Compared, Logged, Observed, RankWeights, State, Temperatures
+from fp8plan.runtime.apply.doctor.trainer_checks import routing, trainer
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.watch.guard.observation import WAY_BACK
 
@@ -37,6 +39,7 @@ HEALTHY = Observed(
     target="an engine on two GPUs",
     gpu="h200_sxm",
     precision="fp8_block+fp8_kv",
+    trainer_precision="bf16",
     runs="fp8_block+fp8_kv",
     ranks=[FACTS, FACTS],
     kernels={
@@ -95,6 +98,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "wrong_precision": ({"runs": "fp8_kv"}, "planned: fp8_block+fp8_kv"),
     "sparse_sync": (facts(weight_transfer="sparse_nccl"), "sparse_nccl writes patches into fp8_block weights without"),
     "router_replay_off": (facts(routed_experts=False), "weights are fp8_block, and the routes of experts are not"),
+    "recipes_differ": (
+        {"trainer_precision": "fp8_block_pow2"},
+        "scales that are powers of two, and the engine FP8 in blocks, with FP32 scales: each rounds to numbers",
+    ),
+    "trainer_fp8_alone": (
+        {"trainer_precision": "fp8_block", "runs": "fp8_kv", "precision": "fp8_kv", **facts(e8m0=None)},
+        "FP32 scales, and the engine BF16: the trainer's rounding is all mismatch",
+    ),
     "not_serving": ({"refusal": "a sync has begun and not ended"}, "refuses to generate: a sync has begun"),
     "decode_differs": ({"decode": Compared(256, 1.5, 0.8)}, "k3 8.0e-01"),
     "prefix_cache_stale": ({"prefix": Compared(16, 2.0, 1.1, cached=4096)}, "of other weights"),
@@ -177,6 +188,57 @@ def test_what_a_server_tells_of_its_weight_updates_and_routes(told: dict[str, An
     found = {one.check: one for one in findings(Observed(target="a server", ranks=[told]))}
     assert (found["sync"].state.value, found["routing"].state.value) == (sync, routing)
     assert all(found[name].todo for name in ("sync", "routing") if found[name].state.value in ("fault", "warning"))
+
+
+# trainer's precision, what the engine has, its GPU -> state; then words of what it says and of what to type
+BF16_ENGINE: dict[str, Any] = {"runs": "bf16"}
+POW2_ENGINE: dict[str, Any] = facts(e8m0=True)
+TENSOR_ENGINE: dict[str, Any] = {"runs": None, "ranks": [{"quantization": "fp8_per_tensor", "e8m0": None}]}
+UNSEEN: dict[str, Any] = {"runs": None, "ranks": [], "unseen": {"ranks": "hidden; type: open it"}}
+ENGINE_0, ENGINE_1 = (f"export VLLM_USE_DEEP_GEMM_E8M0={value}, before vLLM is imported" for value in "01")
+SIDES: list[tuple[str | None, dict[str, Any], str, str, list[str]]] = [
+    ("fp8_block", {}, "ok", "both sides have FP8 in blocks, with FP32 scales", []),
+    ("fp8_block_pow2", POW2_ENGINE, "ok", "both sides have FP8 in blocks, with scales that are powers", []),
+    ("fp8_tensor", TENSOR_ENGINE, "ok", "both sides have FP8 with one scale for each matrix", []),
+    ("bf16", BF16_ENGINE, "ok", "both sides have BF16", []),
+    ("bf16", {}, "ok", "all of its rounding is mismatch", []),
+    ("fp8_tensor", BF16_ENGINE, "warning", "all mismatch", ["run the rollout with FP8 weights"]),
+    ("fp8_block_pow2", {}, "fault", "each rounds", ["FP32_SCALES='1'", f"; or in the engine: {ENGINE_1}"]),
+    ("fp8_block", POW2_ENGINE, "fault", "each rounds", ["FP32_SCALES=0", f"; or in the engine: {ENGINE_0}"]),
+    ("fp8_tensor", {}, "fault", "one scale for each matrix, and the engine FP8 in blocks", ["FP32_SCALES='1'"]),
+    ("fp8_block", TENSOR_ENGINE, "fault", "the engine FP8 with one scale", ["--fp8-recipe tensorwise"]),
+    (None, {}, "unknown", "is not told", ["--trainer-precision bf16|fp8_block|fp8_block_pow2|fp8_tensor"]),
+    ("fp8_block", UNSEEN, "unknown", "hidden", ["open it"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "changes", "state", "says", "todo"), SIDES)
+def test_trainer_and_engine_round_alike(
+    theirs: str | None, changes: dict[str, Any], state: str, says: str, todo: list[str]
+) -> None:
+    found = trainer(replace(HEALTHY, trainer_precision=theirs, **changes))
+    assert (found.check, found.state.value) == ("trainer", state)
+    assert says in found.says
+    assert all(words in (found.todo or "") for words in todo)
+    assert bool(found.todo) == bool(todo)
+
+
+def test_an_engine_that_has_one_kind_of_scales_is_not_to_be_changed() -> None:
+    found = trainer(replace(HEALTHY, trainer_precision="fp8_block", gpu="b200", **POW2_ENGINE))
+    assert found.fault == "recipes_differ"
+    assert found.todo is not None
+    assert "in the engine" not in found.todo
+
+
+def test_the_way_to_replay_is_told_for_every_trainer() -> None:
+    todo = routing(replace(HEALTHY, **facts(routed_experts=False))).todo
+    assert todo is not None
+    for other in TRAINERS:
+        assert f"{other.name}: {' '.join(other.router_replay)}" in todo
+
+
+def test_power_of_two_scales_on_hopper_are_no_fault_beside_a_trainer_with_them() -> None:
+    assert faults_of(replace(HEALTHY, trainer_precision="fp8_block_pow2", **POW2_ENGINE)) == {}
 
 
 CUTLASS = "runs on CUTLASS; the profile was measured with"

@@ -81,7 +81,9 @@ def test_a_healthy_engine_has_no_fault(healthy: RolloutEngine) -> None:
     )
     assert found.faults == (), str(found)
     states = {one.check: one.state.value for one in found.findings}
-    assert {name for name, state in states.items() if state == "unknown"} == {"mismatch"}
+    assert {name for name, state in states.items() if state == "unknown"} == {"mismatch", "trainer"}
+    assert faults(healthy, trainer_precision="fp8_block") == {}
+    assert list(faults(healthy, trainer_precision="fp8_tensor")) == ["recipes_differ"]
     (compared,) = found.observed.weights or ()
     assert (compared.compared or 0) > 25
 

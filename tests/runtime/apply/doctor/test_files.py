@@ -157,6 +157,20 @@ def test_the_kl_by_cause(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text(line({"step": 1, "metrics": FINE, "attribution": parts}))
     (finding,) = [one for one in fp8plan.doctor(tmp_path / "run.jsonl").findings if one.check == "mismatch"]
     assert finding.says.endswith("; KL 6e-3: 4e-3 staleness, 2e-3 precision or routing")
+    record = {"step": 1, "metrics": FINE | {"fp8plan/routing_differs": 0.94}, "attribution": parts}
+    (tmp_path / "run.jsonl").write_text(line(record))
+    (finding,) = [one for one in fp8plan.doctor(tmp_path / "run.jsonl").findings if one.check == "mismatch"]
+    assert finding.says.endswith("2e-3 precision or routing; 94.0% of the tokens have other experts in the trainer")
+
+
+def test_a_run_beside_an_fp8_trainer(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text(line(RECORD))
+    for precision, state in (("fp8_block", "ok"), ("fp8_block_pow2", "fault"), (None, "unknown")):
+        diagnosis = fp8plan.doctor(tmp_path / "run.jsonl", trainer_precision=precision)
+        (finding,) = [one for one in diagnosis.findings if one.check == "trainer"]
+        assert finding.state.value == state
+    with pytest.raises(ConfigError, match="trainer_precision is 'fp8'; allowed: bf16, fp8_block"):
+        fp8plan.doctor(tmp_path / "run.jsonl", trainer_precision="fp8")
 
 
 def alarmed(file: Path, *alarms: list[str]) -> dict[str | None, tuple[str, str]]:

@@ -11,7 +11,8 @@ from plans import index
 from tiny_models import checkpoint, cpu_plan
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.vllm import ignored
+from fp8plan.model.emit.vllm import ROUTER_PATTERN
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import Launch, has_fixed_scales, launch
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_folder
 from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
@@ -96,7 +97,7 @@ def test_a_hub_id_has_its_config_and_once_it_is_here_its_tensors(monkeypatch: py
     def missing(*args: Any, **kwargs: Any) -> str:
         raise errors.LocalEntryNotFoundError("offline")
 
-    found = launch(cpu_plan("fp8_block").setup(), "Qwen/Qwen3-0.6B", (1, 1))
+    found = launch(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block", keep_bf16=(1, 1)))
     assert r"re:.*\.layers\.(0|27)\..*" in found.kwargs["quantization_config"]["ignore"]  # it has 28
     monkeypatch.setattr("huggingface_hub.snapshot_download", missing)
     assert found.checkpoint() is None
@@ -109,7 +110,7 @@ def test_linears_stay_in_bf16_by_the_layout_that_runs() -> None:
     """dense has 512 inputs of down_proj and 256 of o_proj: on four ranks the latter's 64 are no block."""
     whole, cut = launched("fp8_block"), launched("fp8_block", tensor_parallel_size=4)
     ignore = [found.kwargs["quantization_config"]["ignore"] for found in (whole, cut)]
-    assert ignore[0] == ignored(None, 1)  # routers alone
+    assert ignore[0] == [ROUTER_PATTERN]
     assert ignore[1][0] == ignore[0][0]
     assert any(re.match(pattern.removeprefix("re:"), "model.layers.2.self_attn.o_proj") for pattern in ignore[1])
     assert not any(re.match(pattern.removeprefix("re:"), "model.layers.2.mlp.down_proj") for pattern in ignore[1])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fleet_fakes import FakeLaunch, FakeReplica, made
 
+from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.engine.judge import How, Judge
 from fp8plan.runtime.apply.fleet.members import Replica
 from fp8plan.runtime.apply.fleet.report import Routing
@@ -104,3 +105,12 @@ def test_a_replica_opens_and_closes_the_fleets_rollouts() -> None:
     replica, judge, seen = started()
     replica.generate([], None, {}, "beside")
     assert seen == ["beside"]
+
+
+def test_experts_are_asked_of_replicas_that_return_them_alone(fleet: Any) -> None:
+    fleet.facts = {"experts": True, "routed_experts": False}
+    with pytest.raises(ConfigError, match="enable_return_routed_experts=True"):
+        fleet.generate([[3, 1]], routed_experts=True)
+    assert fleet.told == []
+    fleet.facts["routed_experts"] = True
+    assert len(fleet.generate([[3, 1]], routed_experts=True)) == 1

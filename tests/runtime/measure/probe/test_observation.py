@@ -29,7 +29,7 @@ def test_a_row_has_the_setting_of_its_model(config: dict[str, object], kv_layers
     (tmp_path / "config.json").write_text(json.dumps(config))
     kl = Interval(2e-3, 1e-3, 4e-3)
     one = Probed("fp8_block+fp8_kv", figures={"kl_k3": kl, "ess_raw": Interval(0.99, 0.98, 1.0)}, facts={"e8m0": False})
-    found = Probe(str(tmp_path), "h200", "today", "0.26.0", "a test", SampleSettings(), 1, {one.precision: one})
+    found = Probe(str(tmp_path), "h200", "today", "0.26.0", "a test", SampleSettings(), 1, [one])
     [row] = observations(found)
     assert row["kv_layers"] == kv_layers
     assert row["attention_bias"] == str(int(config is QWEN2))

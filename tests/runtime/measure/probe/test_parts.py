@@ -33,7 +33,7 @@ def test_scores_are_the_models_log_probs(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint(kind, "a"), dtype=torch.bfloat16)
-    for row, scored in zip(ROWS, reference.score(ROWS, tokens_at_once=40), strict=True):
+    for row, scored in zip(ROWS, reference.score(ROWS, tokens_at_once=40).logprobs, strict=True):
         tokens = torch.tensor([[*row.prompt, *row.response]])
         with torch.no_grad():
             whole = model(tokens).logits.float().log_softmax(-1)[0]
@@ -44,14 +44,14 @@ def test_scores_are_the_models_log_probs(kind: str) -> None:
 
 def test_pieces_of_logits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference(str(checkpoint("dense", "a")))
-    whole = torch.cat(reference.score(ROWS))
+    whole = torch.cat(reference.score(ROWS).logprobs)
     monkeypatch.setattr(reference_module, "LOGITS_BYTES", 3 * 1024 * reference_module.BYTES_PER_LOGIT)  # 3 tokens
-    assert torch.cat(reference.score(ROWS)).tolist() == pytest.approx(whole.tolist(), abs=1e-2)
+    assert torch.cat(reference.score(ROWS).logprobs).tolist() == pytest.approx(whole.tolist(), abs=1e-2)
 
 
 def test_a_temperature_divides_the_logits() -> None:
     reference = Reference(str(checkpoint("dense", "a")))
-    hot = torch.cat(reference.score(ROWS, temperature=1e6))
+    hot = torch.cat(reference.score(ROWS, temperature=1e6).logprobs)
     assert hot.tolist() == pytest.approx([-np.log(1024)] * len(hot), abs=1e-3)
 
 

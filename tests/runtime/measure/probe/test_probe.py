@@ -20,8 +20,10 @@ from benchmarks.learning.policies.make import make, task_of
 from benchmarks.learning.policies.tasks import TRAIN
 from fp8plan import cli
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.vllm import ROUTER_PATTERN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.risk.remedies import TRAINER_PRECISIONS
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
@@ -204,29 +206,16 @@ def test_rounding_explains_the_mismatch(
 ) -> None:
     rows = measured.samples[name]
     reference = Reference(str(trained.folder))
-    plain = reference.score(rows)
-    if name == "fp8_block":
-        round_linears(reference._body)
-    else:
+    plain = reference.score(rows).logprobs
+    trainer = name if name in TRAINER_PRECISIONS else "bf16"
+    if name == "fp8_kv":
         truncate_kv(monkeypatch)
-    rounded = reference.score(rows)
+    with reference.computing_in(trainer, [ROUTER_PATTERN]):
+        rounded = reference.score(rows).logprobs
     assert compared(plain, rounded).kl_k3.value == pytest.approx(kl(measured, name).value, rel=0.35)
     engine = np.concatenate([row.logprobs for row in rows])
     shifts = [torch.cat(plain).numpy() - side for side in (torch.cat(rounded).numpy(), engine)]
     assert np.corrcoef(*shifts)[0, 1] > 0.5
-
-
-def round_linears(body: Any) -> None:
-    """Weights of its decoder layers to E4M3 by block, and activations by groups of 128, as vLLM's fp8_per_block."""
-    from block_weights import dequantize, quantize
-    from fp8plan_cpu_kernels import quantised_activations
-
-    for module in body.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            weight = dequantize(*quantize(module.weight.detach()), torch.float32)
-            module.forward = lambda x, w=weight: (
-                (quantised_activations(x.flatten(0, -2)) @ w.t()).to(x.dtype).unflatten(0, x.shape[:-1])
-            )
 
 
 def truncate_kv(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +415,7 @@ def test_the_command_shows_its_own_lines_only_and_names_the_log_of_an_engine_tha
     assert good.startswith(str(checkpoint("dense", "a")))
     assert bad.endswith("exit code 1\n")
     *own, starts, _ = errors.read_text().splitlines()
-    assert own == [starts, "the BF16 reference scores the same tokens"]
+    assert own == [starts, "the reference scores the same tokens"]
     assert starts == "bf16: an engine starts and samples 8 responses"
     (log,) = tmp_path.glob("fp8plan-engine-*")  # none of the engine that started
     assert f"its output is in {log}" in bad
@@ -450,7 +439,7 @@ def test_it_is_an_observation_that_the_model_of_mismatch_reads(measured: Measure
     append_observations(table, rows[:1])
     append_observations(table, rows[1:])
     read = read_observations(table)
-    assert [o.setting.fp8_weights for o in read] == [name.startswith("fp8_block") for name in PRESETS]
+    assert [o.setting.rollout != "bf16" for o in read] == [name.startswith("fp8_block") for name in PRESETS]
     for one, row in zip(read, rows, strict=True):
         assert one.weight == 0  # of a CPU: shown, not fitted
         assert one.kl is not None

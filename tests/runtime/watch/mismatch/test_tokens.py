@@ -135,6 +135,12 @@ def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], says: str) -> 
         pack(*arguments)
 
 
+def test_rows_without_a_column_have_versions_too() -> None:
+    """As on a rank whose piece of the sequences is empty."""
+    empty = torch.zeros(3, 0)
+    assert module.measure(pack(empty, empty, empty.bool()), empty.long())["tokens"] == 0
+
+
 def test_values_to_select_have_the_form_of_the_log_probs() -> None:
     with pytest.raises(ConfigError, match="that of the log-probs"):
         pack(TRAIN, ROLLOUT, MASK).select(TRAIN[0])

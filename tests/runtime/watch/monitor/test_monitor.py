@@ -24,6 +24,7 @@ from fp8plan import jsonl, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed
@@ -308,8 +309,8 @@ PLAN = plan(choices=tuple(choice(name, kl_k3=kl / 2, kl_k3_high=kl) for name, kl
 def probe_of(**kls: float) -> Probe:
     """A probe of precisions with these KLs."""
     ends = {name: Interval(kl, kl / 2, 2 * kl) for name, kl in kls.items()}
-    precisions = {name: Probed(name, figures={"kl_k3": x}) for name, x in ends.items()}
-    return Probe("a model", "cpu", "today", "0.30.0", "transformers", SampleSettings(), 1, precisions)
+    findings = [Probed(name, figures={"kl_k3": x}) for name, x in ends.items()]
+    return Probe("a model", "cpu", "today", "0.30.0", "transformers", SampleSettings(), 1, findings)
 
 
 def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
@@ -327,6 +328,33 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
     assert expected(monitor) == 1e-7
     guarded = Monitor(guard=Guard(FACTS), probe=probe_of(**{FACTS.precision: 1e-5}))
     assert expected(guarded) == 1e-5
+
+
+def test_a_probe_is_asked_for_the_remedies_that_run() -> None:
+    """They are those of the plan, but the Monitor is told whether the trainer replays."""
+    asked: list[tuple[str | None, Remedies]] = []
+    probe = SimpleNamespace(interval_of=lambda *question: asked.append(question))
+    planned = replace(PLAN, remedies=Remedies(True, "fp8_block"))
+    engine: Any = Launched("fp8_block")
+    for router_replay in (False, True):
+        Monitor(plan=planned, engine=engine, probe=probe, router_replay=router_replay)
+    Monitor(guard=Guard(FACTS), probe=probe, router_replay=True)
+    assert asked == [
+        ("fp8_block", Remedies(False, "fp8_block")),
+        ("fp8_block", Remedies(True, "fp8_block")),
+        (FACTS.precision, Remedies(True)),
+    ]
+
+
+def test_the_share_of_tokens_routed_differently_is_recorded() -> None:
+    assert schemas.ROUTING_DIFFERS not in Monitor().step(*batch()).metrics
+    for share, recorded in ((0.25, 0.25), (0, 0.0), (1, 1.0), (np.nan, None)):
+        assert Monitor().step(*batch(), routing_differs=share).metrics[schemas.ROUTING_DIFFERS] == recorded
+    monitor = Monitor()
+    for wrong in (-0.1, 1.1, True, "0.1", np.inf):
+        with pytest.raises(ConfigError, match=r"routing_differs is .*; allowed: the share of this rank's tokens"):
+            monitor.step(*batch(), routing_differs=wrong)  # type: ignore[arg-type]
+    assert monitor.steps == 0
 
 
 @pytest.mark.parametrize("controller", LAWS)

@@ -1,0 +1,112 @@
+"""Rollouts of Qwen3-30B-A3B's shape on an H200 with and without returned experts: predicted, and then measured.
+
+    python -m benchmarks.routed_experts > benchmarks/results/routed_experts/predictions.jsonl     before the lease
+    python -m benchmarks.routed_experts benchmarks/results/routed_experts/rollouts.jsonl          a table
+
+The lease job `routed_experts` measures the cells. A host decides much of the difference, so predictions are for several
+loops of Python. The table takes each record's own, with the profile and the code of the commit that it runs at.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.tables.markdown import table as markdown
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.rollout import Rollout, simulate
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.workload import Batch, Workload, parse_lengths
+
+CELLS: Final = Path(__file__).parent / "results" / "routed_experts" / "cells.json"
+VERSION: Final = "0.33.0"
+HOST_LOOPS_S: Final = (None, 2e-4, 2.74e-4, 3.5e-4, 4.36e-4)  # None: any host that was seen
+
+
+def run(setup: EngineSetup, batch: Batch, loop_s: float | None) -> Rollout:
+    """The predicted rollout on a host with this loop."""
+    profile = load_profile(setup.gpu, VERSION)[0].on_host(loop_s)
+    return simulate(setup.holding(batch.longest), batch, profile).rollout
+
+
+def predictions() -> Iterator[dict[str, Any]]:
+    """A row for each cell and host, with the makespan as a multiple of that without returned experts."""
+    settings = json.loads(CELLS.read_text(encoding="utf-8"))
+    for loop_s in HOST_LOOPS_S:
+        without: dict[tuple[str, str], float] = {}
+        for setting in settings:
+            returned = setting.get("enable_return_routed_experts", False)
+            limits = EngineLimits(
+                max_model_len=setting["max_model_len"],
+                max_num_seqs=setting["max_num_seqs"],
+                enable_return_routed_experts=returned,
+            )
+            for precision in setting["precisions"]:
+                setup = EngineSetup(setting["model"], setting["gpu"], precision, limits, engine_version=VERSION)
+                for row in setting["workloads"]:
+                    lengths = [parse_lengths(row[f"{kind}_lengths"], kind) for kind in ("prompt", "response")]
+                    batch = Workload(row["prompts"], row["samples"], *lengths, row["seed"]).batch()
+                    timed = run(setup, batch, loop_s)
+                    base_s = without.setdefault((precision, row["name"]), timed.makespan_s)
+                    yield {
+                        "workload": row["name"],
+                        "precision": precision,
+                        "routed_experts": returned,
+                        "host_loop_s": loop_s,
+                        "predicted_s": round(timed.makespan_s, 3),
+                        "low_s": round(timed.makespan_low_s, 3),
+                        "high_s": round(timed.makespan_high_s, 3),
+                        "times": round(timed.makespan_s / base_s, 4),
+                    }
+
+
+def compared(rollouts: str) -> Iterator[dict[str, str]]:
+    """A row for each precision and workload: the makespan with returned experts over that without, in percent more.
+
+    A measured one is the ratio of the medians of the repeats. A predicted one is for the median of the hosts' loops.
+    """
+    cells = defaultdict[tuple[str, str], list[Any]](list)
+    for record in read_records(rollouts):
+        cells[record.fields["workload"], record.fields["precision"]].append(record)
+    for (workload, precision), records in cells.items():
+        seconds = {
+            returned: [x.seconds for x in records if x.limits.enable_return_routed_experts is returned]
+            for returned in (False, True)
+        }
+        if not all(seconds.values()):
+            continue
+        loop_s = median(x.fields["host_loop_s"] for x in records)
+        setup, batch = records[0].setup, records[0].batch
+        both = [replace(setup, limits=replace(setup.limits, enable_return_routed_experts=x)) for x in (False, True)]
+        before, after = (run(each, batch, loop_s).makespan_s for each in both)
+        measured, predicted = median(seconds[True]) / median(seconds[False]), after / before
+        yield {
+            "workload": workload,
+            "precision": precision,
+            "host loop, us": f"{loop_s * 1e6:.0f}",
+            "without, s": f"{median(seconds[False]):.2f} (predicted {before:.2f})",
+            "with, s": f"{median(seconds[True]):.2f} (predicted {after:.2f})",
+            "more": f"{measured - 1:.1%} (predicted {predicted - 1:.1%})",
+            "error, points": f"{100 * (predicted - measured):+.1f}",
+        }
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        rows = list(compared(sys.argv[1]))
+        print(markdown(list(rows[0]), [list(row.values()) for row in rows]))
+        return
+    for row in predictions():
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

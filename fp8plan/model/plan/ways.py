@@ -1,0 +1,155 @@
+"""Ways down from a mismatch: the cheapest remedies with which a precision that the risk budget rules out is allowed.
+
+One remedy is tried first, then two, then all three. Of as many, those that leave the trainer's arithmetic alone go
+first: router replay, and layers of the rollout in BF16. Among these the fastest is offered. A trainer in FP8 takes no
+time of the rollout, but changes the training itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final, NamedTuple
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.architecture import Experts
+from fp8plan.model.memory.plan import check_pool
+from fp8plan.model.plan.candidates import Candidate, risks_with, timed
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.expected import MismatchRisk
+from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
+from fp8plan.model.setup import EngineSetup
+
+ENDS: Final = ((1, 1), (2, 2), (4, 4))  # first and last layers that are tried in BF16
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The remedies with which a choice is within the risk budget, those of the plan among them.
+
+    kl_k3, kl_k3_low, kl_k3_high, risk: with them
+    added_s: seconds that they add to the RL step if the trainer's times are known, else to the rollout
+    trainer: a trainer precision that is enough in their place; None: it is not, or is one of them
+    """
+
+    remedies: Remedies
+    kl_k3: float
+    kl_k3_low: float
+    kl_k3_high: float
+    risk: str
+    added_s: float
+    trainer: str | None = None
+
+
+class _Offer(NamedTuple):
+    """Remedies that are enough for the candidate of this number, with the risk. trainer: as in Way"""
+
+    number: int
+    remedies: Remedies
+    risk: MismatchRisk
+    trainer: str | None
+
+
+def ways(tried: Sequence[Candidate], chosen: int, request: PlanRequest, profile: Profile) -> dict[int, Way | None]:
+    """The ways of the fastest candidates whose precision the budget rules out, by index; None where nothing helps.
+
+    Only candidates that are faster than the chosen one have a way, or all if the budget rules that one out, too.
+    """
+    answer: dict[int, Way | None] = dict.fromkeys(_ruled_out(tried, chosen, request))
+    pairs = list[tuple[_Offer, Candidate]]()
+    for index in answer:
+        for offer in _sufficient(index, tried[index].setup, request):
+            engine = engine_with(tried[index].setup, offer.remedies)
+            if engine is not None:
+                pairs.append((offer, engine))
+    engines = timed([engine for _, engine in pairs], request, profile)
+    by_index = groupby(((offer, engine) for (offer, _), engine in zip(pairs, engines, strict=True)), _number_of)
+    for index, group in by_index:
+        offer, engine = min(group, key=lambda pair: pair[1].seconds)
+        risk, added_s = offer.risk, engine.seconds - tried[index].seconds
+        band = risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high
+        answer[index] = Way(offer.remedies, *band, risk.level, added_s, offer.trainer)
+    return answer
+
+
+def _number_of(pair: tuple[_Offer, Candidate]) -> int:
+    return pair[0].number
+
+
+def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) -> Iterator[int]:
+    """The fastest candidate of each precision, if the budget rules it out and it is faster than the chosen one."""
+    picked, accepts = tried[chosen], request.risk_budget.accepts
+    runnable = [i for i, c in enumerate(tried) if c.rollout is not None]
+    compared = [i for i in runnable if picked.layout_doubt or not tried[i].layout_doubt]
+    for precision in dict.fromkeys(tried[i].setup.precision for i in compared):
+        index = min((i for i in compared if tried[i].setup.precision == precision), key=lambda i: tried[i].seconds)
+        faster = tried[index].seconds < picked.seconds or not accepts(picked.expected.level)
+        if faster and not accepts(tried[index].expected.level):
+            yield index
+
+
+def _sufficient(index: int, setup: EngineSetup, request: PlanRequest) -> list[_Offer]:
+    """The remedies that are enough, as few as possible: with and without router replay, and with the fewest layers.
+
+    [] if none are.
+    """
+    own, matching = request.remedies, matching_trainer(setup)
+
+    def enough(remedies: Remedies) -> MismatchRisk | None:
+        risk, _ = risks_with(remedies, setup, request)
+        return risk if request.risk_budget.accepts(risk.level) else None
+
+    def added(remedies: Remedies) -> tuple[int, bool]:
+        """The number of further remedies, and true if the trainer's precision is one."""
+        trained = remedies.trainer_precision != own.trainer_precision
+        others = (remedies.router_replay != own.router_replay, remedies.keep_bf16 != own.keep_bf16)
+        return sum(others) + trained, trained
+
+    every = sorted(_possible(setup, own, matching), key=added)
+    in_trainer = replace(own, trainer_precision=matching)
+    for (number, trained), group in groupby(every, key=added):
+        offers: dict[bool, _Offer] = {}
+        for remedies in group:
+            if remedies.router_replay not in offers and (risk := enough(remedies)) is not None:
+                offers[remedies.router_replay] = _Offer(index, remedies, risk, None)
+        if not offers:
+            continue
+        if number == 1 and not trained and in_trainer in every and enough(in_trainer) is not None:
+            return [offer._replace(trainer=matching) for offer in offers.values()]
+        return list(offers.values())
+    return []
+
+
+def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies]:
+    """All combinations of further remedies, those with fewer layers first.
+
+    matching: the trainer precision on the rollout's grid
+    """
+    replays, ends, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
+    if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
+        replays.append(True)
+    if setup.precision.in_blocks and setup.shape.stored is None:
+        ends += [each for each in ENDS if sum(own.keep_bf16) < sum(each) < setup.shape.num_layers]
+        if own.trainer_precision == BF16:
+            trainers.append(matching)
+    every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in ends]
+    return [remedies for remedies in every if remedies != own]
+
+
+def matching_trainer(setup: EngineSetup) -> str:
+    """The trainer precision on the grid of this GPU's rollouts in FP8 blocks."""
+    return POW2 if setup.gpu.e8m0_scales else BLOCK
+
+
+def engine_with(setup: EngineSetup, remedies: Remedies) -> Candidate | None:
+    """An engine with remedies, not yet timed; None if it does not fit."""
+    limits = replace(setup.limits, enable_return_routed_experts=remedies.router_replay)
+    pow2 = remedies.trainer_precision == POW2
+    try:
+        started, memory = replace(setup, limits=limits, keep_bf16=remedies.keep_bf16, e8m0=pow2).placed()
+        check_pool(memory, started.gpu, started.limits)
+    except (CapacityError, ConfigError):
+        return None
+    return Candidate(started, memory=memory)

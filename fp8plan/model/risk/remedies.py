@@ -1,0 +1,98 @@
+"""Remedies: settings that lower the mismatch between the rollout policy and the trainer's.
+
+A correction weighs the mismatch that is left (fp8plan.runtime.watch.correction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.options import REMEDIES, Option, group_of
+
+# How a trainer computes its linears. BLOCK has 128x128 weights and 1x128 activations, as FP8_BLOCK of the rollout;
+# POW2 rounds their scales to powers of two (E8M0); TENSOR has one scale for each matrix.
+BF16, BLOCK, POW2, TENSOR = "bf16", "fp8_block", "fp8_block_pow2", "fp8_tensor"
+TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
+
+
+def typed_ends(typed: str) -> tuple[int, int]:
+    """The value of keep_bf16 for "FIRST,LAST". Raises ConfigError for text that is not two whole numbers."""
+    try:
+        first, last = map(int, typed.split(","))
+    except ValueError:
+        raise ConfigError(f"--keep-bf16 is {typed!r}; allowed: two counts of layers, first and last: 1,1") from None
+    return first, last
+
+
+def checked_ends(ends: Sequence[int]) -> tuple[int, int]:
+    """The numbers of first and last layers as a tuple. Raises ConfigError unless they are two counts."""
+    if not isinstance(ends, Sequence) or len(ends) != 2 or not all(type(n) is int and n >= 0 for n in ends):
+        raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last: (1, 1), typed 1,1")
+    first, last = ends
+    return first, last
+
+
+@dataclass(frozen=True, slots=True)
+class Remedies:
+    """The remedies of a run.
+
+    router_replay:     the trainer uses the experts that the engine picked for each token (R3, arXiv 2510.11370)
+    trainer_precision: one of TRAINER_PRECISIONS: how the trainer rounds weights and activations
+    keep_bf16:         how many first and last layers of the rollout keep their linears in BF16
+
+    Raises ConfigError for an unknown precision, and for counts below 0.
+    """
+
+    router_replay: Annotated[
+        bool, Option(REMEDIES, "the trainer uses the experts that the engine picked", name="--router-replay")
+    ] = False
+    trainer_precision: Annotated[
+        str, Option(REMEDIES, f"of its linears: {', '.join(TRAINER_PRECISIONS)}", metavar="NAME")
+    ] = BF16
+    keep_bf16: Annotated[
+        tuple[int, int],
+        Option(
+            REMEDIES,
+            "layers that keep their linears in BF16 beside FP8 weights: so many first and last ones",
+            "0,0",
+            metavar="FIRST,LAST",
+            kind=str,
+            read=typed_ends,
+        ),
+    ] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if self.trainer_precision not in TRAINER_PRECISIONS:
+            allowed = ", ".join(TRAINER_PRECISIONS)
+            raise ConfigError(f"trainer_precision is {self.trainer_precision!r}; allowed: {allowed}")
+        object.__setattr__(self, "keep_bf16", checked_ends(self.keep_bf16))
+
+    @property
+    def options(self) -> str:
+        """The remedies as they are typed for `fp8plan plan`; "" for none."""
+        words = ["--router-replay"] if self.router_replay else []
+        if self.trainer_precision != BF16:
+            words.append(f"--trainer-precision {self.trainer_precision}")
+        first, last = self.keep_bf16
+        if first + last:
+            words.append(f"--keep-bf16 {first},{last}")
+        return " ".join(words)
+
+    def words(self, fp8_weights: bool) -> str:
+        """The remedies in a sentence; "" for none. fp8_weights: of the rollout; only then layers stay in BF16"""
+        words = ["router replay"] if self.router_replay else []
+        if self.trainer_precision != BF16:
+            words.append(f"a trainer in {self.trainer_precision}")
+        ends = zip(("first", "last"), self.keep_bf16, strict=True)
+        kept = {end: count for end, count in ends if count}
+        if fp8_weights and kept:
+            counts = [end if count == 1 else f"{end} {count}" for end, count in kept.items()]
+            noun = "layer" if max(kept.values()) == 1 else "layers"
+            words.append(f"the {' and '.join(counts)} {noun} in BF16")
+        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+REMEDY_OPTIONS: Final = group_of(Remedies)

@@ -1,0 +1,107 @@
+"""Levers that lower the mismatch: router replay, layers in BF16, and a trainer on the rollout's grid.
+
+They save no time. Their rows say what they cost, and the KL with and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts
+from fp8plan.model.emit.trainers import TRAINERS
+from fp8plan.model.emit.vllm import ignored
+from fp8plan.model.plan.candidates import risks_with
+from fp8plan.model.plan.choice import power, speed_up
+from fp8plan.model.plan.ways import ENDS, engine_with, matching_trainer
+from fp8plan.model.risk.remedies import BF16, Remedies
+from fp8plan.model.rollout import simulate
+from fp8plan.model.tune.scene import Lever, Scene
+
+FEWEST_AND_MOST: Final = (ENDS[0], ENDS[-1])  # ends of the layers that have a row
+NONE: Final = Remedies()
+
+
+def remedy_levers(scene: Scene) -> Iterator[Lever]:
+    """A lever for each remedy of the plan, and for each that its choice lacks."""
+    setup, own = scene.choice.setup, scene.request.remedies
+    if own.router_replay:
+        yield from _lever(scene, replace(own, router_replay=False), in_plan=True)
+    elif setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching:
+        yield from _lever(scene, replace(own, router_replay=True))
+    if not setup.precision.in_blocks or setup.shape.stored is not None:
+        return
+    if any(own.keep_bf16):
+        yield from _lever(scene, replace(own, keep_bf16=NONE.keep_bf16), in_plan=True)
+    else:
+        for ends in FEWEST_AND_MOST:
+            if sum(ends) < setup.shape.num_layers:
+                yield from _lever(scene, replace(own, keep_bf16=ends))
+    if own.trainer_precision != BF16:
+        yield from _lever(scene, replace(own, trainer_precision=BF16), in_plan=True)
+    else:
+        yield from _lever(scene, replace(own, trainer_precision=matching_trainer(setup)))
+
+
+def _lever(scene: Scene, other: Remedies, in_plan: bool = False) -> Iterator[Lever]:
+    """The lever between the plan's remedies and others, unless an engine with the others does not fit.
+
+    other:   the plan's remedies with one more, or with one less
+    in_plan: with one less
+    """
+    choice, own = scene.choice, scene.request.remedies
+    engine = engine_with(choice.setup, other)
+    if engine is None:
+        return
+    run = scene.before
+    if engine.setup != choice.setup:
+        run = simulate(engine.setup, scene.request.batch, scene.profile, memory=engine.memory).rollout
+    risk, _ = risks_with(other, engine.setup, scene.request)
+    before, after = (run, scene.before) if in_plan else (scene.before, run)
+    lower, higher = (choice.expected, risk) if in_plan else (risk, choice.expected)
+    remedy = _difference(own, other) if in_plan else _difference(other, own)
+    yield Lever(
+        remedy.words(fp8_weights=True),
+        f"plan with {remedy.options}",
+        _words(remedy, scene, own if in_plan else other),
+        before.makespan_s,
+        after.makespan_s,
+        speed_up(before, after, scene.profile),
+        _price(remedy),
+        f"KL k3 {power(lower.kl_k3)} instead of {power(higher.kl_k3)}",
+        in_plan,
+        remedy=True,
+    )
+
+
+def _difference(more: Remedies, less: Remedies) -> Remedies:
+    """The remedies that the first has beyond the second."""
+    return Remedies(
+        more.router_replay and not less.router_replay,
+        BF16 if more.trainer_precision == less.trainer_precision else more.trainer_precision,
+        NONE.keep_bf16 if more.keep_bf16 == less.keep_bf16 else more.keep_bf16,
+    )
+
+
+def _price(remedy: Remedies) -> str:
+    if remedy.trainer_precision != BF16:
+        return "another training: its linears round to FP8"
+    if remedy.router_replay:
+        return "the trainer has to replay the experts"
+    return "more memory for weights"
+
+
+def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, str]:
+    """The remedy in the words of each program that has some. remedies: all of the engine with it"""
+    if any(remedy.keep_bf16):
+        pattern = ignored(replace(scene.choice.setup, keep_bf16=remedies.keep_bf16))[-1]
+        return {"vllm": f"quantization_config ignore: {pattern}", "fp8plan": f"keep_bf16={remedies.keep_bf16}"}
+    words = {"vllm": "--enable-return-routed-experts"} if remedy.router_replay else {}
+    for trainer in TRAINERS:
+        try:
+            words[trainer.name] = " ".join(trainer.words(remedy))
+        except ConfigError:  # a trainer without this remedy
+            continue
+    return words

@@ -1,0 +1,101 @@
+"""Layers that stay in BF16 beside FP8 weights: memory, time and mismatch of an engine follow from its shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.rollout import simulate
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.workload import Batch
+from fp8plan.runtime.watch.guard.observation import EngineFacts
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
+
+DENSE, EXPERTS = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
+
+
+def engine(model: str, first: int, last: int, precision: str = "fp8_block") -> EngineSetup:
+    return EngineSetup(model, "h200", precision, keep_bf16=(first, last), engine_version="0.33.0")
+
+
+def weights(setup: EngineSetup) -> int:
+    return setup.shape.weight_bytes(setup.precision)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_each_kept_layer_adds_a_layer_s_share_of_what_fp8_saves(model: str) -> None:
+    whole, bf16 = weights(engine(model, 0, 0)), weights(engine(model, 0, 0, "bf16"))
+    layers = engine(model, 0, 0).shape.num_layers
+    for ends in ((1, 0), (0, 1), (2, 3)):
+        saved = (bf16 - whole) * (1 - sum(ends) / layers)
+        assert weights(engine(model, *ends)) == pytest.approx(bf16 - saved, abs=1)
+    assert weights(engine(model, 2, 3, "bf16")) == bf16
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_time_and_pool_move_from_those_of_fp8_towards_those_of_bf16(model: str) -> None:
+    count = 256
+    batch = Batch(np.full(count, 128), np.full(count, 256), np.arange(count))
+    profile, _ = load_profile(engine(model, 0, 0).gpu, "0.33.0")
+
+    def run(precision: str, kept: int) -> tuple[float, int]:
+        timed = simulate(engine(model, kept, kept, precision).holding(512), batch, profile)
+        return timed.rollout.makespan_s, timed.memory.kv_cache_tokens
+
+    times, pools = zip(run("fp8_block", 0), run("fp8_block", 4), run("fp8_block", 12), run("bf16", 0), strict=True)
+    assert list(times) == sorted(times)
+    assert list(pools) == sorted(pools, reverse=True)
+    assert len(set(times)) == len(set(pools)) == 4
+
+
+def test_kept_layers_lower_the_mismatch_by_their_share_of_the_quantised_ones() -> None:
+    risks = [
+        mismatch_risk(engine(DENSE, *ends).shape, engine(DENSE, 0, 0).precision, [1024]).kl_k3
+        for ends in ((0, 0), (3, 6), (9, 9))
+    ]
+    assert risks[0] > risks[1] > risks[2]
+    assert (risks[0] - risks[1]) * 2 == pytest.approx(risks[0] - risks[2])
+
+
+def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:
+    engine(DENSE, 1, 1).check_model(DENSE)
+    with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
+        engine(DENSE, 1, 1).check_model("Qwen/Qwen3-4B")
+
+
+def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path) -> None:
+    fields = {
+        "model": DENSE, "gpu": "h200_sxm", "engine_version": "0.33.0", "precision": "fp8_block", "seconds": 1.0,
+        "prompt_lengths": [64, 64], "response_lengths": [32, 32],
+    }  # fmt: skip
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(fields | more) + "\n" for more in ({}, {"keep_bf16": [2, 1]})))
+    whole, kept = read_records(file)
+    assert whole.setup.shape.left_in_bf16() == ()
+    assert kept.setup.keep_bf16 == (2, 1)
+    assert sum(x.layers for x in kept.setup.shape.left_in_bf16() if x.name == "qkv_proj") == 3
+    assert whole.group != kept.group
+    facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, keep_bf16=(2, 1))
+    assert facts.setup.shape == kept.setup.shape
+    assert rollout_fields(None, facts)["keep_bf16"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "ends", "says"),
+    [
+        (DENSE, (18, 18), r"keep_bf16 is \(18, 18\), and the model has 36 layers; allowed: fewer in all, or bf16"),
+        ("Qwen/Qwen3-8B-FP8", (1, 1), r"keep_bf16 is \(1, 1\), and the checkpoint holds its weights in FP8 \(fp8"),
+        (DENSE, (1, -1), r"keep_bf16 is \(1, -1\); allowed: two counts of layers"),
+        (DENSE, (1,), r"keep_bf16 is \(1,\); allowed: two counts of layers"),
+    ],
+)
+def test_layers_that_cannot_be_kept_are_refused(model: str, ends: tuple[int, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _ = EngineSetup(model, "h200", "fp8_block", keep_bf16=ends).shape
