@@ -31,6 +31,7 @@ import reports  # noqa: E402
 import speed  # noqa: E402
 import uncalibrated  # noqa: E402
 from learning.tables import tables as learning  # noqa: E402
+from learning.verdict import tables as verdict  # noqa: E402
 from starts.table import table as starts  # noqa: E402
 from tables import (  # noqa: E402
     accuracy,
@@ -219,7 +220,7 @@ def others() -> dict[str, str]:
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
     made |= {"peers": peers.committed(), "fault drill": fault_drill.committed()}
-    return made | reports.tables() | learning() | weight_sync.tables() | slow_links.tables()
+    return made | reports.tables() | learning() | verdict() | weight_sync.tables() | slow_links.tables()
 
 
 def blocks() -> dict[str, str]:

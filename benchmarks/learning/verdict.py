@@ -164,5 +164,10 @@ def report(cpu: Rewards, gpu: Rewards) -> str:
     return "\n\n".join(blocks)
 
 
+def tables() -> dict[str, str]:
+    """The block of a page that the report fills -> the report."""
+    return {"default by a rule": report(rewards_in(CPU), rewards_in(GPU))}
+
+
 if __name__ == "__main__":
     print(report(rewards_in(CPU), rewards_in(GPU)))
