@@ -14,7 +14,7 @@ so gradients reach the router. Needs torch and one of the routers in RULES. Neit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -196,7 +196,7 @@ class Forward:
                     "one batch"
                 )
             self._used = self._routes[self._start : end].to(own.device)
-        used = self._used[:, layer].to(own.dtype)
+        used = self._used[:, layer].to(own)  # layers may lie on several GPUs
         return used.where(used != UNKNOWN, own)
 
 
@@ -207,12 +207,13 @@ class Routers:
     checkpointing runs the routers again there.
     """
 
-    def __init__(self, backbone: Any, routers: Mapping[int, Module]) -> None:
-        self.rules = {layer: RULES[type(router).__name__] for layer, router in routers.items()}
+    def __init__(self, backbone: Any, routers: Sequence[tuple[int, Module]]) -> None:
+        """Take the routers with the numbers of their layers. PEFT may hold several of a layer, of which one runs."""
+        self.rules = {layer: RULES[type(router).__name__] for layer, router in routers}
         self.routers = routers
         self._backbone: ref[Module] = ref(backbone)  # a key of _ROUTERS, which must not keep it alive
         self._layers = len(backbone.layers)
-        first: Any = next(iter(routers.values()))
+        first: Any = routers[0][1]
         self._top_k, self._experts = first.top_k, first.num_experts
         self._hooks: list[Any] = []
         self._replay: Replay | None = None  # of the `with` that is open
@@ -229,7 +230,7 @@ class Routers:
                 f"the routes have the shape {shape}; allowed: (batch, length, {self._layers}, {self._top_k}), for all "
                 f"{self._layers} hidden layers and {self._top_k} experts per token of this model"
             )
-        if routes.dtype not in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        if routes.dtype not in (torch.int16, torch.int32, torch.int64):
             raise ConfigError(
                 f"the routes have the dtype {routes.dtype}; allowed: torch.int16, as padded_routes returns"
             )
@@ -252,7 +253,7 @@ class Routers:
 
         some = next(iter(own.values()))
         unknown = torch.full_like(some, UNKNOWN)
-        return torch.stack([own.get(layer, unknown) for layer in range(self._layers)], dim=1)
+        return torch.stack([own.get(layer, unknown).to(some.device) for layer in range(self._layers)], dim=1)
 
     @contextmanager
     def following(self, replay: Replay) -> Iterator[None]:
@@ -277,7 +278,7 @@ class Routers:
 
     def _attach(self) -> None:
         if not self._hooks:
-            self._hooks = [self._attached(layer, router) for layer, router in self.routers.items()]
+            self._hooks = [self._attached(layer, router) for layer, router in self.routers]
 
     def _attached(self, layer: int, router: Module) -> Any:
         return router.register_forward_hook(lambda module, _, output: self._routed(layer, module, output))
@@ -357,7 +358,7 @@ def _routers_of(model: Module) -> Routers:
         )
     backbone = model.get_submodule(parents.pop())
     layers = (int(place[2]) for place in places if place)
-    routers = dict(zip(layers, named.values(), strict=True))
+    routers = list(zip(layers, named.values(), strict=True))
     if backbone not in _ROUTERS or _ROUTERS[backbone].routers != routers:  # PEFT may wrap a router later
         _ROUTERS[backbone] = Routers(backbone, routers)
     return _ROUTERS[backbone]
