@@ -107,6 +107,15 @@ def recorded(model: Module) -> Iterator[Replay]:
         yield replay
 
 
+def has_routers(model: Module) -> bool:
+    """Return True if `replayed` and `recorded` take this model."""
+    try:
+        _routers_of(model)
+    except ConfigError:
+        return False
+    return True
+
+
 class Replay:
     """The routing of the forwards in one `with` of `replayed` or `recorded`.
 

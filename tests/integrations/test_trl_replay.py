@@ -87,6 +87,7 @@ def test_all_forwards_use_the_engines_experts(tmp_path: Path, checkpointing: boo
         assert all(0 <= share < 0.5 for share in differing)
         assert max(logged(trainer, "fp8plan/k3_kl")) < 1e-3
         assert trainer.rollout_engine.facts["routed_experts"]
+        assert (trainer.vllm_generation.llm.routes, trainer._replays.routes) == ([], None)  # nothing keeps them
 
 
 @pytest.mark.vllm

@@ -290,7 +290,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self.rollout_engine.rollout():
             generated = super()._generate(prompts)
         if self._replaying:
-            routes = self.vllm_generation.llm.routes
+            llm = self.vllm_generation.llm
+            routes, llm.routes = llm.routes, []  # a batch alone keeps them: some GB for long responses
             refuse_other(routes, *generated[:2])
             self._replays.take(routes)
         return generated

@@ -137,8 +137,8 @@ class Probed:
     facts:         facts of the engine (kernels, attention, e8m0, ...), and the origin of its KV scales
     seconds:       sample (with the engine's start), score
     remedies:      those that `in_effect` leaves of the run's
-    experts_differ: share of tokens for which trainer and engine pick other experts in some layer, without replay; None
-                   if the engine did not return its experts
+    experts_differ: share of response tokens for which the trainer's own routers pick other experts than the engine in
+                   some layer; None if the engine returned no experts, or `replayed` does not know these routers
     """
 
     precision: str
@@ -176,7 +176,7 @@ class Probed:
 class Probe:
     """The result of `probe`: the findings of each precision, and the model, engine and settings behind them.
 
-    findings: a Probed for each precision and each of its remedies, in the order in which they were asked for
+    findings: a Probed for each precision and each of its remedies. Those of one engine follow each other
     """
 
     model: str

@@ -20,7 +20,7 @@ from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
 from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, in_effect, observations
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings
-from fp8plan.runtime.replay import recorded
+from fp8plan.runtime.replay import RULES, recorded
 from fp8plan.views.findings import probe_report
 from tools.risk_report import read_observations
 
@@ -132,6 +132,17 @@ def test_samples_without_experts_cannot_be_replayed() -> None:
     with pytest.raises(ConfigError, match="the samples have no experts of the engine to replay"):
         reference.score(rows, router_replay=True)
     assert reference.score(rows).experts_differ is None
+
+
+def test_a_reference_with_unknown_routers_is_scored_without_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = moe_samples(Reference(str(checkpoint("moe", "a"))), "bf16")
+    monkeypatch.delitem(RULES, "Qwen3MoeTopKRouter")
+    reference = Reference(str(checkpoint("moe", "a")))
+    scores = reference.score(samples)
+    assert scores.experts_differ is None
+    assert [len(row) for row in scores.logprobs] == [len(row.response) for row in samples]
+    with pytest.raises(ConfigError, match="has no router that can be replayed"):
+        reference.score(samples, router_replay=True)
 
 
 @pytest.fixture
