@@ -3,7 +3,7 @@
 An output of vLLM has them in `outputs[j].routed_experts`, once it has ended: a numpy array (tokens, layers, experts per
 token), uint8, or uint16 above 256 experts. The tokens are the prompt's and the response's without the last one, which
 was never an input; `SamplingParams.routed_experts_prompt_start` leaves the first ones out. The layers are all hidden
-layers. Those without experts have zeros.
+layers. Those without experts have zeros. A request that was aborted before its first token has None.
 """
 
 from __future__ import annotations

@@ -152,6 +152,11 @@ def test_an_output_has_routes_of_prompt_and_response_also_from_the_prefix_cache(
     how.routed_experts_prompt_start = len(prompt)
     (output,) = engine.generate([{"prompt_token_ids": prompt}], how, routed_experts=True)
     assert [len(response.routed_experts) for response in output.outputs] == [2, 2]
+    stop = output.outputs[0].token_ids[0]
+    stopped = SamplingParams(temperature=1.0, seed=1, max_tokens=3, stop_token_ids=[stop], ignore_eos=True)
+    (output,) = engine.generate([{"prompt_token_ids": prompt}], stopped, routed_experts=True)
+    (response,) = output.outputs
+    assert len(response.routed_experts) == len(prompt) + len(response.token_ids) - 1
 
 
 @torch.no_grad()
