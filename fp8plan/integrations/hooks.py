@@ -67,8 +67,8 @@ class HookSettings(TrainerSettings, frozen=True):
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
-    router_replay: true: the trainer's log-probs have the experts that the engine picked; so do those of a plan with
-                 router replay
+    router_replay: true: the trainer scores with the experts that the engine picked. A plan with router replay says the
+                 same
 
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """

@@ -133,8 +133,8 @@ class Replay:
     def own_choice(self) -> Tensor:
         """Experts that the model's own routers picked: int16, UNKNOWN in layers without experts.
 
-        They saw the hidden states of the forwards in the `with`, so with a replay an earlier layer's choice does not
-        change a later layer's. Shape: that of the routes; (tokens, layers, experts per token) without any.
+        With a replay they saw hidden states that the replayed experts computed. Shape: that of the routes; (tokens,
+        layers, experts per token) without any.
         """
         import torch
 
@@ -153,11 +153,10 @@ class Replay:
         return share_differing(self.routes, self.own_choice, mask)
 
     def begin(self) -> Forward:
-        """Return a new forward, which takes the routes after those of the last one."""
+        """Return a new forward. Its routes begin after those of the last one."""
         if self.routes is None:
             return Forward(None, 0)
-        tokens = sum(forward.tokens for forward in self._done)
-        return Forward(self.routes.flatten(0, 1), tokens)
+        return Forward(self.routes.flatten(0, 1), self._tokens)
 
     def end(self, forward: Forward) -> None:
         """Keep a forward that has come to its end. Raises ConfigError if a router was not called in it."""
@@ -165,20 +164,25 @@ class Replay:
         if missing:
             raise ConfigError(
                 f"{missing} of {len(self._routers.rules)} routers were not called as modules, so nothing was replayed "
-                "there; allowed: a forward of the whole model, neither compiled before nor with kernels in place of "
-                "its experts' modules"
+                "there; allowed: a forward of the whole model that was not compiled before, and without kernels in "
+                "place of modules with experts"
             )
         self._done.append(forward)
 
     def refuse_rest(self) -> None:
         """Raise ConfigError if the forwards had fewer tokens than the routes."""
         if self.routes is not None:
-            tokens = sum(forward.tokens for forward in self._done)
-            of = self.routes.shape[0] * self.routes.shape[1]
-            if tokens != of:
+            expected = self.routes.shape[0] * self.routes.shape[1]
+            if self._tokens != expected:
                 raise ConfigError(
-                    f"the routes are of {of} tokens, and the forwards had {tokens}; pass those of one batch"
+                    f"the routes have {expected} tokens, and the forwards had {self._tokens}; pass the routes of these "
+                    "forwards"
                 )
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of the forwards that have ended."""
+        return sum(forward.tokens for forward in self._done)
 
 
 class Forward:
@@ -201,8 +205,8 @@ class Forward:
             end = self._start + len(own)
             if end > len(self._routes):
                 raise ConfigError(
-                    f"the routes are of {len(self._routes)} tokens, and the forwards have {end} or more; pass those of "
-                    "one batch"
+                    f"the routes have {len(self._routes)} tokens, and the forwards have {end} or more; pass the routes "
+                    "of these forwards"
                 )
             self._used = self._routes[self._start : end].to(own.device)
         used = self._used[:, layer].to(own)  # layers may lie on several GPUs
@@ -212,8 +216,8 @@ class Forward:
 class Routers:
     """The routers of one model, and the hooks that replace their choice.
 
-    A hook does something only while a `with` is open, and in the backward pass of a forward from one: gradient
-    checkpointing runs the routers again there.
+    The hooks act in the forwards of a `with`, and in their backward pass: gradient checkpointing runs the routers again
+    there.
     """
 
     def __init__(self, backbone: Any, routers: Sequence[tuple[int, Module]]) -> None:
@@ -328,9 +332,9 @@ class Routers:
                 tensor.register_hook(lambda _: self._enter_backward(forward))
 
     def _enter_backward(self, forward: Forward) -> None:
-        """Let what is recomputed from here on follow a forward. Called before gradients reach its layers.
+        """Let recomputed layers follow a forward from now on. Called before gradients reach its layers.
 
-        Of several forwards in one backward pass, autograd finishes the later one before it begins an earlier one.
+        Autograd goes back through several forwards one after the other, the last one first.
         """
         from torch.autograd import Variable
 

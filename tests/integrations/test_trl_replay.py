@@ -97,9 +97,9 @@ def test_trainers_that_cannot_replay_say_what_to_type() -> None:
     args = SimpleNamespace(vllm_mode="colocate", use_liger_kernel=False)
     with pytest.raises(ConfigError, match=r"type: vllm_mode='colocate', or router_replay=False"):
         refuse_replay(SimpleNamespace(vllm_mode="server", use_liger_kernel=False), False, None)
-    with pytest.raises(ConfigError, match="use_liger_kernel"):
+    with pytest.raises(ConfigError, match="type: use_liger_kernel=False, or"):
         refuse_replay(SimpleNamespace(vllm_mode="colocate", use_liger_kernel=True), False, None)
-    with pytest.raises(ConfigError, match="tools, environments or rollout_func"):
+    with pytest.raises(ConfigError, match="tools, environments and rollout_func"):
         refuse_replay(args, True, None)
     with pytest.raises(ConfigError, match="Linear has no router that can be replayed"):
         refuse_replay(args, False, torch.nn.Linear(2, 2))

@@ -349,8 +349,8 @@ def test_bad_input_says_what_is_allowed() -> None:
         "dtype torch.uint8": routes.to(torch.uint8),  # which has no number for UNKNOWN
         "allowed: 0 to 7": routes + 1,
         "name an expert twice": torch.zeros_like(routes),
-        "the routes are of 22 tokens, and the forwards have 24": routes[:, 1:],
-        "the routes are of 48 tokens, and the forwards had 24": torch.cat([routes, routes]),
+        "the routes have 22 tokens, and the forwards have 24": routes[:, 1:],
+        "the routes have 48 tokens, and the forwards had 24": torch.cat([routes, routes]),
     }
     for message, wrong in cases.items():
         with pytest.raises(ConfigError, match=message):

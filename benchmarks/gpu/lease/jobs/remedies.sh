@@ -31,7 +31,7 @@ python3 -m benchmarks.learning.policies smollm2 $models/smollm2/model &
 smollm2=$!
 python3 -m benchmarks.learning.policies gemma $models/gemma/model || exit 1
 wait $smollm2 || exit 1
-kernels $models/{gemma,smollm2}/model benchmarks/learning/gpus/shapes/qk-norm # which has the layers beside experts
+kernels $models/{gemma,smollm2}/model benchmarks/learning/gpus/shapes/moe
 echo "small models written after $SECONDS s"
 probes smollm2
 probes gemma

@@ -59,7 +59,7 @@ def trainer(seen: Observed) -> Finding:
 
 
 def _same(seen: Observed, ours: str) -> str:
-    """The way to one grid: the trainer's words for the engine's, or the engine's for the trainer's."""
+    """Return what to type so that both have one grid: in the trainer, or in the engine if its GPU allows."""
     words = "; ".join(in_all_words(Remedies(trainer_precision=ours)))
     todo = f"in the trainer, for {GRIDS[ours]}: {words}"
     variables = {BLOCK: "0", POW2: "1"}

@@ -19,7 +19,7 @@ OPTION: Final = "enable_return_routed_experts"  # vLLM's, and a field of EngineL
 
 
 def refuse_dense(limits: EngineLimits, config: Mapping[str, Any], model: str) -> None:
-    """Raise ConfigError if an engine that is to return experts has a model without. config: its config.json"""
+    """Raise ConfigError for limits with returned experts and a model without experts. config: its config.json"""
     if not limits.enable_return_routed_experts:
         return
     levels = [config, *(config[name] for name in NESTED if isinstance(config.get(name), Mapping))]

@@ -1,4 +1,4 @@
-"""Linears of the reference in a trainer's FP8: those that the engine has in FP8, its experts among them.
+"""The reference's linears in a trainer's FP8. They are those that the engine has in FP8, experts included.
 
     with fp8_linears(decoder, "fp8_block", ignored):
         ...                                      # a forward pass rounds weights and activations
