@@ -94,11 +94,11 @@ def test_all_forwards_use_the_engines_experts(tmp_path: Path, checkpointing: boo
 def test_trainers_that_cannot_replay_say_what_to_type() -> None:
     from fp8plan.integrations.trl.replay import refuse_other, refuse_replay
 
-    args = SimpleNamespace(vllm_mode="colocate", use_liger_kernel=False)
-    with pytest.raises(ConfigError, match=r"type: vllm_mode='colocate', or router_replay=False"):
-        refuse_replay(SimpleNamespace(vllm_mode="server", use_liger_kernel=False), False, None)
-    with pytest.raises(ConfigError, match="type: use_liger_kernel=False, or"):
-        refuse_replay(SimpleNamespace(vllm_mode="colocate", use_liger_kernel=True), False, None)
+    args = SimpleNamespace(vllm_mode="colocate", use_liger_kernel=False, torch_compile=False)
+    for wrong in ({"vllm_mode": "server"}, {"use_liger_kernel": True}, {"torch_compile": True}):
+        todo = f"type: {next(iter(wrong))}=.*, or router_replay=False"
+        with pytest.raises(ConfigError, match=todo):
+            refuse_replay(SimpleNamespace(**(vars(args) | wrong)), False, None)
     with pytest.raises(ConfigError, match="tools, environments and rollout_func"):
         refuse_replay(args, True, None)
     with pytest.raises(ConfigError, match="Linear has no router that can be replayed"):

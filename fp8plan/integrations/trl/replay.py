@@ -27,11 +27,11 @@ def refuse_replay(args: Any, turns: bool, model: Any) -> None:
         raise ConfigError(
             f"router_replay is True, and TRL's server returns no experts; type: vllm_mode='colocate', {OFF}"
         )
-    if args.use_liger_kernel:
-        raise ConfigError(
-            "router_replay is True, and Liger's loss computes the policy without it; type: use_liger_kernel=False, "
-            f"{OFF}"
-        )
+    for name in ("use_liger_kernel", "torch_compile"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"router_replay is True, and {name} computes the policy past it; type: {name}=False, {OFF}"
+            )
     if turns:
         raise ConfigError(
             "router_replay is True, and the turns of tools, environments and rollout_func have routes of their own; "
