@@ -306,7 +306,6 @@ def test_a_wrapped_model_and_its_backbone_replay_alike() -> None:
 
 
 def test_routers_that_peft_trains_are_replayed_and_so_are_those_they_stand_for() -> None:
-    """TRL's reference model is the policy without its adapter, which uses the routers beneath."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     model, ids = model_of("qwen3_moe"), ids_of()
     routes = altered(own_routes(model, ids))
@@ -317,7 +316,7 @@ def test_routers_that_peft_trains_are_replayed_and_so_are_those_they_stand_for()
     wrapped.add_adapter("reference", settings)
     with replayed(wrapped, routes):
         assert torch.equal(wrapped(ids).logits, expected)
-    with wrapped.disable_adapter(), replayed(wrapped, routes):
+    with wrapped.disable_adapter(), replayed(wrapped, routes):  # as TRL's reference model
         assert torch.equal(wrapped(ids).logits, expected)
 
 
@@ -387,6 +386,8 @@ def test_bad_routes_of_sequences_say_what_is_allowed() -> None:
         padded_routes([part, np.zeros((5, LAYERS, TOP_K), np.uint8)], mask)
     with pytest.raises(ConfigError, match=r"routed_experts=True"):
         padded_routes([part, None], mask)
+    with pytest.raises(ConfigError, match=r"experts per token \[\(1, 1\), \(3, 2\)\]; allowed: of one model"):
+        padded_routes([part, part[:, :1, :1]], mask)
     with pytest.raises(ConfigError, match="there are 1 lengths"):
         packed_routes([part, part], [4])
     with pytest.raises(ConfigError, match="the shapes are"):

@@ -29,9 +29,7 @@ def refuse_replay(args: Any, turns: bool, model: Any) -> None:
         )
     for name in ("use_liger_kernel", "torch_compile"):
         if getattr(args, name):
-            raise ConfigError(
-                f"router_replay is True, and {name} computes the policy past it; type: {name}=False, {OFF}"
-            )
+            raise ConfigError(f"router_replay is True, and {name} has none; type: {name}=False, {OFF}")
     if turns:
         raise ConfigError(
             "router_replay is True, and the turns of tools, environments and rollout_func have routes of their own; "

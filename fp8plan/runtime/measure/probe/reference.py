@@ -124,8 +124,7 @@ class Reference:
         picked = padded_routes(routes, torch.arange(tokens.shape[1]) < lengths[:, None])
         with replayed(self._body, picked) if router_replay else recorded(self._body) as seen:
             states = self._body(input_ids=tokens, use_cache=False).last_hidden_state
-        own = seen.own_choice.reshape(picked.shape).cpu()
-        return states, share_differing(picked, own, before).tokens
+        return states, share_differing(picked, seen.own_choice.reshape(picked.shape), before).tokens
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probs of targets [tokens] from hidden states [tokens, width]: [tokens] float32."""
