@@ -393,7 +393,7 @@ def test_an_fp8_trainer_needs_a_plan_that_knows_it() -> None:
     made = plans.plan()
     trained = composed(replace(made, remedies=Remedies(trainer_precision="fp8_tensor")).verl_overrides())
     (fault,) = [fault for fault in _plan_faults(made, trained) if "trains in" in fault]
-    todo = "leave override_transformer_config.fp8 out, or plan again with --trainer-precision fp8_tensor"
+    todo = "leave override_transformer_config.fp8 out, or plan with --trainer-precision fp8_tensor"
     assert f"type: {todo}" in fault
     trained.actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe = "mxfp8"
     with pytest.raises(ConfigError, match="fp8_recipe is 'mxfp8'; allowed: blockwise"):

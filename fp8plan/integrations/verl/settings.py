@@ -309,7 +309,7 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
         todo = f"model_engine=megatron {recipe}" if recipe else "leave override_transformer_config.fp8 out"
         yield (
             f"verl trains in {running.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
-            f"{todo}, or plan again with --trainer-precision {running.trainer_precision}"
+            f"{todo}, or plan with --trainer-precision {running.trainer_precision}"
         )
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):

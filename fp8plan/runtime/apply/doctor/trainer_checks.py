@@ -54,7 +54,7 @@ def trainer(seen: Observed) -> Finding:
         return fault("trainer", "recipes_differ", differing, _same(seen, ours))
     says = f"the trainer has {GRIDS[theirs]}, and the engine {GRIDS[ours]}"
     if theirs == BF16:
-        return ok("trainer", f"{says}: all of its rounding is mismatch")
+        return ok("trainer", f"{says}: the engine's rounding is all mismatch")
     return warning("trainer", "trainer_fp8_alone", f"{says}: the trainer's rounding is all mismatch", ALONE)
 
 

@@ -248,7 +248,7 @@ def columns() -> list[str]:
 
 
 def observations(probe: Probe) -> list[dict[str, str]]:
-    """A row for each precision and trainer, with the interval as the range. None with layers kept in BF16.
+    """A row for each precision and trainer, with the interval as the range. Layers kept in BF16 have no rows.
 
     Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
     is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
