@@ -67,8 +67,7 @@ class HookSettings(TrainerSettings, frozen=True):
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
-    router_replay: true: the trainer's log-probs have the experts that the engine picked; so do those of a plan with
-                 router replay
+    router_replay: true: the trainer scores with the experts that the engine picked; a plan may say so, too
 
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
@@ -212,7 +211,8 @@ def running(
 ) -> MicroBatches:
     """This process's MicroBatches for `settings`, made at the first call.
 
-    share, sampling, router_replay: values for settings that leave them open
+    share, sampling: values for settings that leave them open
+    router_replay:   the trainer's own settings have it on
 
     Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """

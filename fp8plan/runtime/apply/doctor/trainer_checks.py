@@ -54,12 +54,12 @@ def trainer(seen: Observed) -> Finding:
         return fault("trainer", "recipes_differ", differing, _same(seen, ours))
     says = f"the trainer has {GRIDS[theirs]}, and the engine {GRIDS[ours]}"
     if theirs == BF16:
-        return ok("trainer", f"{says}: all of its rounding is mismatch")
+        return ok("trainer", f"{says}: the engine's rounding is all mismatch")
     return warning("trainer", "trainer_fp8_alone", f"{says}: the trainer's rounding is all mismatch", ALONE)
 
 
 def _same(seen: Observed, ours: str) -> str:
-    """The way to one grid: the trainer's words for the engine's, or the engine's for the trainer's."""
+    """Return what to type so that both have one grid: in the trainer, or in the engine if its GPU allows."""
     words = "; ".join(in_all_words(Remedies(trainer_precision=ours)))
     todo = f"in the trainer, for {GRIDS[ours]}: {words}"
     variables = {BLOCK: "0", POW2: "1"}

@@ -201,7 +201,7 @@ SIDES: list[tuple[str | None, dict[str, Any], str, str, list[str]]] = [
     ("fp8_block_pow2", POW2_ENGINE, "ok", "both sides have FP8 in blocks, with scales that are powers", []),
     ("fp8_tensor", TENSOR_ENGINE, "ok", "both sides have FP8 with one scale for each matrix", []),
     ("bf16", BF16_ENGINE, "ok", "both sides have BF16", []),
-    ("bf16", {}, "ok", "all of its rounding is mismatch", []),
+    ("bf16", {}, "ok", "the engine's rounding is all mismatch", []),
     ("fp8_tensor", BF16_ENGINE, "warning", "all mismatch", ["run the rollout with FP8 weights"]),
     ("fp8_block_pow2", {}, "fault", "each rounds", ["FP32_SCALES='1'", f"; or in the engine: {ENGINE_1}"]),
     ("fp8_block", POW2_ENGINE, "fault", "each rounds", ["FP32_SCALES=0", f"; or in the engine: {ENGINE_0}"]),
