@@ -194,14 +194,33 @@ def test_what_a_server_tells_of_its_weight_updates_and_routes(told: dict[str, An
 BF16_ENGINE: dict[str, Any] = {"runs": "bf16"}
 POW2_ENGINE: dict[str, Any] = facts(e8m0=True)
 TENSOR_ENGINE: dict[str, Any] = {"runs": None, "ranks": [{"quantization": "fp8_per_tensor", "e8m0": None}]}
+LAYERS_ENGINE: dict[str, Any] = {
+    "runs": None,
+    "ranks": [{"quantization": "fp8", "e8m0": None, "layers": {"Linear / Fp8PerTensorOnlineLinearMethod / K": 3}}],
+}
+CHECKPOINT: dict[str, Any] = {
+    "runs": None,
+    "ranks": [{"quantization": "fp8", "e8m0": False, "layers": {"Linear / Fp8LinearMethod / K": 3}}],
+}
+AWQ_ENGINE: dict[str, Any] = {"runs": None, "ranks": [{"quantization": "awq", "e8m0": None, "layers": {"Linear": 3}}]}
+UNTOLD: dict[str, Any] = {
+    "runs": None,
+    "ranks": [{"quantization": "fp8"}],
+    "unseen": {"ranks": "hidden; type: open it"},
+}
 UNSEEN: dict[str, Any] = {"runs": None, "ranks": [], "unseen": {"ranks": "hidden; type: open it"}}
 ENGINE_0, ENGINE_1 = (f"export VLLM_USE_DEEP_GEMM_E8M0={value}, before vLLM is imported" for value in "01")
 SIDES: list[tuple[str | None, dict[str, Any], str, str, list[str]]] = [
     ("fp8_block", {}, "ok", "both sides have FP8 in blocks, with FP32 scales", []),
     ("fp8_block_pow2", POW2_ENGINE, "ok", "both sides have FP8 in blocks, with scales that are powers", []),
     ("fp8_tensor", TENSOR_ENGINE, "ok", "both sides have FP8 with one scale for each matrix", []),
+    ("fp8_tensor", LAYERS_ENGINE, "ok", "both sides have FP8 with one scale for each matrix", []),
+    ("fp8_block", LAYERS_ENGINE, "fault", "the engine FP8 with one scale", ["tensorwise"]),
+    ("fp8_block", CHECKPOINT, "ok", "both sides have FP8 in blocks, with FP32 scales", []),
+    ("fp8_block", AWQ_ENGINE, "unknown", "weights are awq, whose scales are none that the doctor compares", []),
+    ("fp8_block", UNTOLD, "unknown", "hidden", ["open it"]),
     ("bf16", BF16_ENGINE, "ok", "both sides have BF16", []),
-    ("bf16", {}, "ok", "all of its rounding is mismatch", []),
+    ("bf16", {}, "ok", "whose rounding is all mismatch", []),
     ("fp8_tensor", BF16_ENGINE, "warning", "all mismatch", ["run the rollout with FP8 weights"]),
     ("fp8_block_pow2", {}, "fault", "each rounds", ["FP32_SCALES='1'", f"; or in the engine: {ENGINE_1}"]),
     ("fp8_block", POW2_ENGINE, "fault", "each rounds", ["FP32_SCALES=0", f"; or in the engine: {ENGINE_0}"]),
