@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = "staleness", "sampling", "precision", "routing", "rest"
 APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with which it still stands alone
+ENOUGH: Final = 0.95  # smallest share of the batch's tokens of which two KLs may be subtracted
 SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
 
 
@@ -89,7 +90,7 @@ def attributed(
     parts: list[Part] = []
     open_causes: list[str] = []  # causes that cannot be told from the rest here
     engine, left = mismatch, total  # the policy that is known to be nearest to the engine's, and the KL without a part
-    if synced is not None and isfinite(synced.k3):  # else its log-probs are NaN
+    if synced is not None and _covers(synced, mismatch):
         parts.append(_measured(STALENESS, total - synced.k3, left))
         engine = synced
     elif (stale := _by_version(mismatch)) is not None:
@@ -98,11 +99,14 @@ def attributed(
         open_causes.append(STALENESS)
     left -= sum(part.kl for part in parts)
     precision = (PRECISION, ROUTING) if routed else (PRECISION,)
-    if replayed is not None and isfinite(replayed.k3):
+    if replayed is not None and _covers(replayed, mismatch):
         routing = _measured(ROUTING, engine.k3 - replayed.k3, left)
         parts.append(routing)
         engine, left, precision = replayed, left - routing.kl, (PRECISION,)
         expected = None if expected is None else expected.less(routing.kl)
+    elif routed and expected is not None and expected.replayed:  # routing comes on top of what is expected
+        open_causes.append(ROUTING)
+        precision = (PRECISION,)
     cut = _sampled(engine, sampling, max(left, 0.0))
     if cut is None:
         open_causes.append(SAMPLING)
@@ -116,6 +120,11 @@ def attributed(
         left -= cut.kl
     parts += _rest(max(left, 0.0), open_causes, expected, precision)
     return tuple(parts)
+
+
+def _covers(nearer: Mismatch, whole: Mismatch) -> bool:
+    """True if a KL is of the batch's tokens: log-probs that are NaN leave tokens out."""
+    return isfinite(nearer.k3) and nearer.tokens >= ENOUGH * whole.tokens
 
 
 def _measured(cause: str, kl: float, most: float) -> Part:
@@ -165,7 +174,7 @@ def sentence(parts: Sequence[Part | KlPart], differing: float | None = None) -> 
     """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
 
     parts:     those of `attributed`, or of a record
-    differing: share of the tokens that trainer and engine route differently; None: not known
+    differing: share of the tokens for which the trainer's routers pick other experts; None: not known
     """
     sizes = [(part.kl or 0.0, part.causes) for part in parts]
     total = sum(kl for kl, _ in sizes)
@@ -176,8 +185,8 @@ def sentence(parts: Sequence[Part | KlPart], differing: float | None = None) -> 
         words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
     if not words:
         return ""
-    experts = "" if differing is None else f"; {differing:.1%} of the tokens have other experts in the trainer"
-    return f"KL {_short(total)}: {words}{experts}"
+    kl = f"KL {_short(total)}: {words}"
+    return kl if differing is None else f"{kl}; routers of trainer and engine disagree on {differing:.1%} of the tokens"
 
 
 def _short(kl: float) -> str:

@@ -97,7 +97,8 @@ class Monitor:
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     probe:      the result of `fp8plan.probe` for the precision that runs; `step.attribution` prefers it to the plan
     sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
-    router_replay: the trainer's log-probs have the experts that the engine picked: no part of the KL is routing
+    router_replay: the trainer's log-probs have the experts that the engine picked: no part of the KL is routing. None:
+                as the plan has it
     group:      process group of the ranks that share the batch; None: all
     sequence_group: process group of the ranks that hold pieces of the same sequences, as under context or sequence
                 parallelism: each passes its piece of every sequence. It is a part of `group`. None: each rank's
@@ -128,7 +129,7 @@ class Monitor:
         facts: EngineFacts | None = None,
         probe: Probe | None = None,
         sampling: Any = None,
-        router_replay: bool = False,
+        router_replay: bool | None = None,
         group: Any = None,
         sequence_group: Any = None,
     ) -> None:
@@ -147,8 +148,11 @@ class Monitor:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
         model = getattr(self._other_engine(), "model", None) if plan is None else plan.model
-        self._remedies = replace(Remedies() if plan is None else plan.remedies, router_replay=router_replay)
-        self._expected, self._routed = self._expectation(), not router_replay and has_experts(model)
+        self._remedies = Remedies() if plan is None else plan.remedies
+        if router_replay is not None:
+            self._remedies = replace(self._remedies, router_replay=router_replay)
+        self._expected = self._expectation()
+        self._routed = not self._remedies.router_replay and has_experts(model)
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state

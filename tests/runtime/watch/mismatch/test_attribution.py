@@ -220,6 +220,33 @@ def test_replayed_experts_make_routing_a_part_of_its_own() -> None:
     assert [(part.causes, part.kl) for part in parts[1:]] == [(("precision",), 0.0), (("rest",), rest.kl)]
 
 
+def test_routing_comes_on_top_of_a_kl_that_is_expected_with_replay() -> None:
+    """As when the plan counts on router replay, and the trainer does not replay."""
+    mixed = mixture(noise=NOISE, rerouted=REROUTED)
+    alone = Expected(mixed.kl["precision"], 0.0, 2 * mixed.kl["precision"], replayed=True)
+    whole = of(mixed.train, mixed.rollout)
+    parts = attributed(whole, sampling=Sampling(), fresh=True, expected=alone, routed=True)
+    assert [part.causes for part in parts] == [("precision",), ("routing", "rest")]
+    assert parts[1].kl == pytest.approx(mixed.kl["routing"], rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "cause"), [("synced", "staleness"), ("replayed", "routing")])
+def test_log_probs_of_a_part_of_the_tokens_measure_nothing(name: str, cause: str) -> None:
+    """The tokens without a log-prob have all of the KL here, so the others' KL is no part of it."""
+    rollout = torch.full((16, 50), -2.0)
+    train = rollout.clone()
+    train[:8] += 0.3
+    whole = of(train, rollout)
+    halved = train.clone()
+    halved[:8] = math.nan
+    nearer: dict[str, Any] = {name: of(halved, rollout)}
+    parts = attributed(whole, sampling=Sampling(), fresh=True, routed=True, **nearer)
+    assert [part.causes for part in parts] == [("precision", "routing", "rest")]
+    nearer = {name: of(train, rollout)}
+    parts = attributed(whole, sampling=Sampling(), fresh=True, routed=True, **nearer)
+    assert (parts[0].causes, parts[0].how, parts[0].kl) == ((cause,), "measured", 0.0)
+
+
 def test_a_trainer_that_replays_has_no_routing_in_its_kl() -> None:
     mixed = mixture(noise=NOISE, rerouted=REROUTED)
     facts = EngineFacts("Qwen/Qwen3-30B-A3B", "h200_sxm", "0.30.0", "fp8_block", EngineLimits())
@@ -233,7 +260,7 @@ def test_a_trainer_that_replays_has_no_routing_in_its_kl() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_add_up_to_the_kl_whatever_is_known(seed: int) -> None:
-    """Also where noise makes a difference negative, or a log-prob is NaN."""
+    """Also where noise makes a difference negative, or a log-prob is NaN, or the KL was expected of a replay."""
     chance = torch.Generator().manual_seed(seed)
     rollout = -2 * torch.rand(4, 30, generator=chance)
     spreads = 0.2 * torch.rand(3, 1, 1, generator=chance)
@@ -243,8 +270,8 @@ def test_parts_add_up_to_the_kl_whatever_is_known(seed: int) -> None:
     versions = torch.arange(4) % 2
     batches = [train, measure(pack(sides[0], rollout), versions).metrics()]
     low, kl, high = sorted((0.02 * torch.rand(3, generator=chance)).tolist())
-    expected = Expected(kl, low, high)
-    for mismatch, sampling, known in product(batches, (None, Sampling(), Sampling(top_p=0.9)), (None, expected)):
+    expectations = None, Expected(kl, low, high), Expected(kl, low, high, replayed=True)
+    for mismatch, sampling, known in product(batches, (None, Sampling(), Sampling(top_p=0.9)), expectations):
         for first, second in product((None, synced), (None, replayed)):
             nearer = {"synced": first, "replayed": second}
             parts = attributed(mismatch, sampling=sampling, expected=known, routed=True, **nearer)

@@ -331,16 +331,17 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
 
 
 def test_a_probe_is_asked_for_the_remedies_that_run() -> None:
-    """They are those of the plan, but the Monitor is told whether the trainer replays."""
+    """They are those of the plan, unless the Monitor is told whether the trainer replays."""
     asked: list[tuple[str | None, Remedies]] = []
     probe = SimpleNamespace(interval_of=lambda *question: asked.append(question))
     planned = replace(PLAN, remedies=Remedies(True, "fp8_block"))
     engine: Any = Launched("fp8_block")
-    for router_replay in (False, True):
+    for router_replay in (False, True, None):
         Monitor(plan=planned, engine=engine, probe=probe, router_replay=router_replay)
     Monitor(guard=Guard(FACTS), probe=probe, router_replay=True)
     assert asked == [
         ("fp8_block", Remedies(False, "fp8_block")),
+        ("fp8_block", Remedies(True, "fp8_block")),
         ("fp8_block", Remedies(True, "fp8_block")),
         (FACTS.precision, Remedies(True)),
     ]
