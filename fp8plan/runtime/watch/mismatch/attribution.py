@@ -1,15 +1,13 @@
 """The observed KL, split by cause: staleness, routing, sampling, precision, and the rest.
 
     parts = attributed(mismatch, synced=..., replayed=..., sampling=..., expected=Expected(2e-3, 1e-3, 4e-3))
-    sentence(parts)            "KL 6e-3: 4e-3 staleness, 2e-3 precision"
 
 The trainer's policy differs from the one that sampled for several reasons, one after the other:
 
     trainer -- staleness -- synced weights -- routing -- engine's experts -- precision -- engine -- sampling -- sample
 
 k1 = mean(rollout - train log-prob) is a sum over tokens, so a policy between the two ends splits it exactly. k3 has the
-same expectation if the mean ratio is 1, and far less noise. Each part is therefore a k3, or a difference of two. Causes
-that nothing here tells apart stay one part, which names them all.
+same expectation if the mean ratio is 1, and far less noise. Each part is therefore a k3, or a difference of two.
 
 staleness  k3(train, rollout) - k3(synced, rollout), where `synced` are the trainer's log-probs under the very weights
            that sampled; without them a lower bound, from the tokens of the newest weights in the batch
@@ -20,8 +18,7 @@ sampling   vLLM renormalises over the kept tokens. Their mass M under the weight
            k3 = E[M] - 1 - E[log M], and the mean ratio is E[M]. -log is convex and M lies in [top_p, 1], or hardly
            below: E[-log M] lies between -log E[M] (Jensen) and the chord (1 - E[M]) / (1 - top_p) * -log top_p. The
            expected precision chooses between the two
-precision  the remaining KL, up to the most that the plan or the probe expects. Lower precision changes the routing of
-           experts, too: without `replayed` the two are one part
+precision  the remaining KL, up to the most that plan or probe expects. Without `replayed` it is one part with routing
 rest       the remainder
 """
 
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = "staleness", "sampling", "precision", "routing", "rest"
 APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with which it still stands alone
-ENOUGH: Final = 0.95  # smallest share of the batch's tokens of which two KLs may be subtracted
 SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
 
 
@@ -90,7 +86,7 @@ def attributed(
     parts: list[Part] = []
     open_causes: list[str] = []  # causes that cannot be told from the rest here
     engine, left = mismatch, total  # the policy that is known to be nearest to the engine's, and the KL without a part
-    if synced is not None and _covers(synced, mismatch):
+    if synced is not None and isfinite(synced.k3):  # else a ratio overflows
         parts.append(_measured(STALENESS, total - synced.k3, left))
         engine = synced
     elif (stale := _by_version(mismatch)) is not None:
@@ -99,7 +95,7 @@ def attributed(
         open_causes.append(STALENESS)
     left -= sum(part.kl for part in parts)
     precision = (PRECISION, ROUTING) if routed else (PRECISION,)
-    if replayed is not None and _covers(replayed, mismatch):
+    if replayed is not None and isfinite(replayed.k3):
         routing = _measured(ROUTING, engine.k3 - replayed.k3, left)
         parts.append(routing)
         engine, left, precision = replayed, left - routing.kl, (PRECISION,)
@@ -120,11 +116,6 @@ def attributed(
         left -= cut.kl
     parts += _rest(max(left, 0.0), open_causes, expected, precision)
     return tuple(parts)
-
-
-def _covers(nearer: Mismatch, whole: Mismatch) -> bool:
-    """True if a KL is of the batch's tokens: log-probs that are NaN leave tokens out."""
-    return isfinite(nearer.k3) and nearer.tokens >= ENOUGH * whole.tokens
 
 
 def _measured(cause: str, kl: float, most: float) -> Part:

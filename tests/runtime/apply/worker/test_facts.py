@@ -70,33 +70,20 @@ def test_every_layer_says_what_reads_its_kv_cache(kinds: tuple[Any, ...], named:
     assert facts_of(torch.nn.Linear(1, 1), *map(attention, kinds))["attention"] == named
 
 
-class Kernel:
-    """A kernel of DeepGEMM, whose scales are powers of two or not."""
-
-    def __init__(self, e8m0: bool) -> None:
-        self.use_deep_gemm_e8m0 = e8m0
-
-
 @pytest.mark.vllm
 def test_only_linears_in_fp8_blocks_have_a_kind_of_scales() -> None:
     """vLLM's method of one scale for each matrix has a kernel, too, and None as its blocks."""
 
-    def linear(kernel: object, block: list[int] | None) -> torch.nn.Module:
-        layer = torch.nn.Linear(1, 1)
-        method: Any = SimpleNamespace(fp8_linear=kernel, weight_block_size=block)
-        layer.quant_method = method
-        return layer
-
-    per_tensor = linear(object(), None)
-    for layers, e8m0 in (
-        ([torch.nn.Linear(1, 1)], None),
-        ([per_tensor], None),
-        ([per_tensor, linear(Kernel(False), [128, 128])], False),
-        ([linear(Kernel(True), [128, 128])], True),
-        ([linear(SimpleNamespace(fallback=Kernel(True)), [128, 128])], True),
-        ([linear(object(), [128, 128])], False),
+    kernel = SimpleNamespace(use_deep_gemm_e8m0=True)
+    for block, called, e8m0 in (
+        (None, kernel, None),
+        ([128, 128], kernel, True),
+        ([128, 128], SimpleNamespace(fallback=kernel), True),
+        ([128, 128], SimpleNamespace(), False),
     ):
-        assert facts_of(*layers)["e8m0"] is e8m0
+        layer, method = torch.nn.Linear(1, 1), SimpleNamespace(fp8_linear=called, weight_block_size=block)
+        layer.quant_method = method  # type: ignore[assignment]
+        assert facts_of(torch.nn.Linear(1, 1), layer)["e8m0"] is e8m0
 
 
 @pytest.mark.vllm

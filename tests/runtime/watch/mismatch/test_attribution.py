@@ -181,18 +181,6 @@ def test_the_sentence_names_the_largest_first() -> None:
     assert sentence([Part(("precision", "rest"), 1.3e-3, 0.0, 1.0, "left over")]) == "KL 1.3e-3: precision or rest"
 
 
-@pytest.mark.parametrize("name", ["synced", "replayed"])
-def test_log_probs_that_are_nan_tell_nothing(name: str) -> None:
-    chance = torch.Generator().manual_seed(0)
-    rollout = -2 * torch.rand(16, 50, generator=chance)
-    train = rollout + 0.1 * torch.randn(rollout.shape, generator=chance)
-    whole = measure(pack(train, rollout)).metrics()
-    broken: dict[str, Any] = {name: measure(pack(train * math.nan, rollout)).metrics()}
-    for sampling in (None, Sampling(), Sampling(top_p=0.8)):
-        unknown = attributed(whole, sampling=sampling, routed=True)
-        assert attributed(whole, sampling=sampling, routed=True, **broken) == unknown
-
-
 def of(train: torch.Tensor, rollout: torch.Tensor) -> Mismatch:
     return measure(pack(train, rollout)).metrics()
 
@@ -215,36 +203,26 @@ def test_replayed_experts_make_routing_a_part_of_its_own() -> None:
     parts = attributed(whole, replayed=replayed, sampling=Sampling(), fresh=True, expected=alone, routed=True)
     assert [part.causes for part in parts] == [("routing",), ("precision",)]
     assert parts[1].kl == pytest.approx(replayed.k3)
+    parts = attributed(
+        whole, sampling=Sampling(), fresh=True, expected=alone, routed=True
+    )  # the trainer does not replay
+    assert [part.causes for part in parts] == [("precision",), ("routing", "rest")]
+    assert parts[1].kl == pytest.approx(mixed.kl["routing"], rel=0.2)
     small = Expected(routing.kl / 2, 0.0, 0.9 * routing.kl)  # the routing alone exceeds it
     parts = attributed(whole, replayed=replayed, sampling=Sampling(), fresh=True, expected=small, routed=True)
     assert [(part.causes, part.kl) for part in parts[1:]] == [(("precision",), 0.0), (("rest",), rest.kl)]
 
 
-def test_routing_comes_on_top_of_a_kl_that_is_expected_with_replay() -> None:
-    """As when the plan counts on router replay, and the trainer does not replay."""
-    mixed = mixture(noise=NOISE, rerouted=REROUTED)
-    alone = Expected(mixed.kl["precision"], 0.0, 2 * mixed.kl["precision"], replayed=True)
-    whole = of(mixed.train, mixed.rollout)
-    parts = attributed(whole, sampling=Sampling(), fresh=True, expected=alone, routed=True)
-    assert [part.causes for part in parts] == [("precision",), ("routing", "rest")]
-    assert parts[1].kl == pytest.approx(mixed.kl["routing"], rel=0.2)
-
-
-@pytest.mark.parametrize(("name", "cause"), [("synced", "staleness"), ("replayed", "routing")])
-def test_log_probs_of_a_part_of_the_tokens_measure_nothing(name: str, cause: str) -> None:
+@pytest.mark.parametrize(("name", "cause"), [("synced_logprobs", "staleness"), ("replayed_logprobs", "routing")])
+def test_log_probs_of_too_few_tokens_measure_nothing(name: str, cause: str) -> None:
     """The tokens without a log-prob have all of the KL here, so the others' KL is no part of it."""
     rollout = torch.full((16, 50), -2.0)
-    train = rollout.clone()
-    train[:8] += 0.3
-    whole = of(train, rollout)
-    halved = train.clone()
-    halved[:8] = math.nan
-    nearer: dict[str, Any] = {name: of(halved, rollout)}
-    parts = attributed(whole, sampling=Sampling(), fresh=True, routed=True, **nearer)
-    assert [part.causes for part in parts] == [("precision", "routing", "rest")]
-    nearer = {name: of(train, rollout)}
-    parts = attributed(whole, sampling=Sampling(), fresh=True, routed=True, **nearer)
-    assert (parts[0].causes, parts[0].how, parts[0].kl) == ((cause,), "measured", 0.0)
+    train = rollout + 0.3 * (torch.arange(16) < 8)[:, None]
+    halved = torch.where(train == rollout, train, math.nan)
+    for side, causes in ((train * math.nan, "precision"), (halved, "precision"), (train, cause)):
+        arguments: dict[str, Any] = {name: side}
+        parts = Monitor(sampling=Sampling()).step(train, rollout, fresh=True, **arguments).attribution
+        assert parts[0].causes[0] == causes
 
 
 def test_a_trainer_that_replays_has_no_routing_in_its_kl() -> None:
