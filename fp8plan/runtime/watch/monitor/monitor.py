@@ -146,7 +146,7 @@ class Monitor:
         if probe is not None:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
-        model = getattr(self._other_engine(), "model", None) if plan is None else plan.model
+        model = getattr(self._witness.running(), "model", None) if plan is None else plan.model
         planned = Remedies() if plan is None else plan.remedies
         self._remedies = planned if router_replay is None else replace(planned, router_replay=router_replay)
         self._expected, self._routed = self._expectation(), not self._remedies.router_replay and has_experts(model)
@@ -337,13 +337,10 @@ class Monitor:
 
     def _expectation(self) -> Expected | None:
         """The expected KL of the precision that runs, from the probe or else from the plan."""
-        choice, other = self._precision(), self._other_engine()
+        choice = self._precision()
+        other = self._witness.running() if self.engine is None else None
         running = choice if other is None else other.precision
         return expectation(self._probe, self._plan, running, choice, self._remedies)
-
-    def _other_engine(self) -> EngineFacts | None:
-        """Facts about an engine that is not fp8plan's; None: not known."""
-        return self._witness.running() if self.engine is None else None
 
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step; None, with a warning, for a malformed one."""

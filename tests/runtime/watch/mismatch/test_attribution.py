@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -228,12 +229,13 @@ def test_log_probs_of_too_few_tokens_measure_nothing(name: str, cause: str) -> N
 def test_a_trainer_that_replays_has_no_routing_in_its_kl() -> None:
     mixed = mixture(noise=NOISE, rerouted=REROUTED)
     facts = EngineFacts("Qwen/Qwen3-30B-A3B", "h200_sxm", "0.30.0", "fp8_block", EngineLimits())
-    causes = {}
-    for replay in (False, True):
-        monitor = Monitor(facts=facts, sampling=Sampling(), router_replay=replay)
+    engine = SimpleNamespace(engine_facts=lambda: facts, guard=None, guard_off=None, report_kl=print, observation=None)
+    engine.verdict = None
+    sources: list[dict[str, Any]] = [{"facts": facts}, {"engine": engine}]
+    for replay, source in product((False, True), sources):
+        monitor = Monitor(sampling=Sampling(), router_replay=replay, **source)
         (part,) = monitor.step(mixed.replayed, mixed.rollout, fresh=True).attribution
-        causes[replay] = part.causes
-    assert causes == {False: ("precision", "routing", "rest"), True: ("precision", "rest")}
+        assert ("routing" in part.causes) is not replay
 
 
 @pytest.mark.parametrize("seed", range(20))
