@@ -221,12 +221,11 @@ def running(
         if not (share if settings.share is None else settings.share):
             group = ALONE
         correction, plan = settings.correction(), settings.read_plan()
-        planned = plan is not None and plan.remedies.router_replay
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,
                 group=group, sampling=settings.sampling or sampling,
-                router_replay=settings.router_replay or router_replay or planned,
+                router_replay=settings.router_replay or router_replay or None,
             )
         )  # fmt: skip
     return _RUNNING[settings]
