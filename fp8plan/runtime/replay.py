@@ -5,7 +5,7 @@
     with fp8plan.replayed(policy, routes) as replay:
         logits = policy(input_ids, attention_mask).logits
     loss(logits).backward()
-    replay.differing(response_mask)         # how often the policy's own routers would have picked other experts
+    replay.differing(mask)                  # how often the policy's own routers would have picked other experts
 
 The weights of the replayed experts are the trainer's own: a router's logits become weights as in the model's own code,
 so gradients reach the router. Needs torch and one of the routers in RULES. Neither an engine nor vLLM is needed.
