@@ -152,10 +152,10 @@ def explain(
     timed = answer.rollout(picked)
     return (
         _headline(answer, shape.stored, request.remedies),
-        *(_ways_out(answer) if _refused(picked, answer.budget) else ()),
+        *(_ways_out(answer, request.remedies) if _refused(picked, answer.budget) else ()),
         *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
-        *_passed_over(answer),
+        *_passed_over(answer, request.remedies),
         *slower(answer),
         *_not_measured(answer),
         *whole_or_sliced(answer),
@@ -194,10 +194,10 @@ def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:
     return f"Stay with {rollout}; {why_not}."
 
 
-def _ways_out(answer: Answer) -> list[str]:
+def _ways_out(answer: Answer, own: Remedies) -> list[str]:
     """A sentence on the remedies that would make the choice allowed. Call it if the budget rules out all precisions."""
     picked = answer.picked
-    return [f"{picked.precision}{_where(picked, answer.choices)}: {way_of(picked, answer)}"]
+    return [way_of(picked, answer, own, f"The chosen {picked.precision}'s")]
 
 
 def _gains(answer: Answer, stored: Stored | None) -> list[str]:
@@ -299,7 +299,7 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(answer: Answer) -> list[str]:
+def _passed_over(answer: Answer, own: Remedies) -> list[str]:
     """The reason why each other precision was not chosen, on its fastest layout among the `_compared` ones."""
     picked, compared, sentences = answer.picked, _compared(answer), []
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
@@ -307,7 +307,7 @@ def _passed_over(answer: Answer) -> list[str]:
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
         name = f"{choice.precision}{_where(choice, answer.choices)}"
         if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
-            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer)}")
+            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer, own)}")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
         elif picked.precision == "bf16" and gain.ratio > 1 - SLOWER:

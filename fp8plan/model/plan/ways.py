@@ -79,12 +79,17 @@ def _number_of(pair: tuple[_Offer, Candidate]) -> int:
 
 
 def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) -> Iterator[int]:
-    """The fastest candidate of each precision, if the budget rules it out and it is faster than the chosen one."""
+    """The chosen candidate if the budget rules it out, and so the fastest of each other precision.
+
+    If the budget allows the chosen one, only faster ones.
+    """
     picked, accepts = tried[chosen], request.risk_budget.accepts
     runnable = [i for i, c in enumerate(tried) if c.rollout is not None]
     compared = [i for i in runnable if picked.layout_doubt or not tried[i].layout_doubt]
     for precision in dict.fromkeys(tried[i].setup.precision for i in compared):
-        index = min((i for i in compared if tried[i].setup.precision == precision), key=lambda i: tried[i].seconds)
+        index = chosen
+        if precision != picked.setup.precision:
+            index = min((i for i in compared if tried[i].setup.precision == precision), key=lambda i: tried[i].seconds)
         faster = tried[index].seconds < picked.seconds or not accepts(picked.expected.level)
         if faster and not accepts(tried[index].expected.level):
             yield index
@@ -131,11 +136,16 @@ def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies
     if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
         replays.append(True)
     if setup.precision.in_blocks and setup.shape.stored is None:
-        ends += [each for each in ENDS if sum(own.keep_bf16) < sum(each) < setup.shape.num_layers]
+        ends += [each for each in ENDS if _further(each, own.keep_bf16) and sum(each) < setup.shape.num_layers]
         if own.trainer_precision == BF16:
             trainers.append(matching)
     every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in ends]
     return [remedies for remedies in every if remedies != own]
+
+
+def _further(ends: tuple[int, int], own: tuple[int, int]) -> bool:
+    """True if the first and last layers of `ends` hold those of `own` and more."""
+    return ends != own and ends[0] >= own[0] and ends[1] >= own[1]
 
 
 def matching_trainer(setup: EngineSetup) -> str:

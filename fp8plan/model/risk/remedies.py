@@ -81,6 +81,14 @@ class Remedies:
             words.append(f"--keep-bf16 {first},{last}")
         return " ".join(words)
 
+    def beyond(self, others: Remedies) -> Remedies:
+        """These remedies without those that the others have, too."""
+        return Remedies(
+            self.router_replay and not others.router_replay,
+            BF16 if self.trainer_precision == others.trainer_precision else self.trainer_precision,
+            (0, 0) if self.keep_bf16 == others.keep_bf16 else self.keep_bf16,
+        )
+
     def words(self, fp8_weights: bool) -> str:
         """The remedies in a sentence; "" for none. fp8_weights: of the rollout; only then layers stay in BF16"""
         words = ["router replay"] if self.router_replay else []

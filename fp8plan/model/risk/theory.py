@@ -231,7 +231,9 @@ def setting_of(
     remedies: Remedies = NO_REMEDIES,
 ) -> Setting:
     """The setting of a model in a precision, with a trainer."""
-    hidden, tp = shape.hidden_size, tensor_parallel_size
+    hidden = shape.hidden_size
+    # A rollout in BF16 has no FP8 linears, so an FP8 trainer's are the same on every layout.
+    tp = 1 if precision.weights == "bf16" else tensor_parallel_size
     first, last = remedies.keep_bf16
     rounded = shape.layers[first : max(first, shape.num_layers - last)]
     quantised = sum(_quantised(part, hidden, tp) for layer in rounded for part in _sub_layers(layer)) / 2

@@ -242,6 +242,17 @@ def test_every_row_with_a_remedy_is_predicted_without_its_source() -> None:
     assert pytest.approx(sqrt(spread**2 - fitted.noise_sd**2), abs=0.02) == SAME_GRID_SD
 
 
+def test_the_linears_of_an_fp8_trainer_are_those_of_one_gpu_whatever_the_layout_of_a_bf16_rollout() -> None:
+    """vLLM leaves down_proj of Qwen3-4B in BF16 on 8 GPUs, where FP8 weights would not be whole blocks."""
+    shape = ModelShape.from_hf("Qwen/Qwen3-4B")
+
+    def kl(precision: Precision, gpus: int) -> float:
+        return mismatch_risk(shape, precision, [1024], tensor_parallel_size=gpus, remedies=SAME_GRID).kl_k3
+
+    assert kl(BF16, 8) == kl(BF16, 1)
+    assert kl(FP8_BLOCK, 8) < kl(FP8_BLOCK, 1)
+
+
 def test_an_unknown_trainer_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="fp8_block_pow2"):
         Remedies(trainer_precision="fp8")
