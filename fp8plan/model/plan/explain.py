@@ -160,7 +160,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *_left_in_bf16(choices, shape),
+        *_left_in_bf16(choices, shape.keeping_bf16(request.remedies.keep_bf16)),
         *returned_experts(picked),
         *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),

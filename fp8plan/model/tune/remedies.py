@@ -91,7 +91,7 @@ def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, s
     words = {"vllm": "--enable-return-routed-experts"} if remedy.router_replay else {}
     for trainer in TRAINERS:
         try:
-            words[trainer.name] = " ".join(trainer.words(remedy))
+            words[trainer.name] = trainer.typed(remedy)
         except ConfigError:  # a trainer without this remedy
             continue
     return words
