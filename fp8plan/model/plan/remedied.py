@@ -14,7 +14,7 @@ def way_of(choice: Choice, answer: Answer, own: Remedies, whose: str = "Its") ->
     """
     way, risk = choice.remedy, f"{whose} mismatch risk is {choice.risk}"
     if way is None:
-        return f"{risk}, and no remedy that is planned lowers it to {answer.budget.accept}."
+        return f"{risk}, and no remedy lowers it to {answer.budget.accept}."
     further = way.remedies.beyond(own)
     needs = "also needs" if own.options else "needs"
     per = "a step" if answer.of_the_step else "a rollout"
@@ -34,6 +34,6 @@ def returned_experts(picked: Choice) -> list[str]:
     routes = picked.routed_experts
     if routes is None:
         return []
-    memory = f"{routes['device'] / 1e6:,.0f} MB more on each GPU and up to {routes['host'] / 1e9:.2g} GB of a host"
-    sent = f"each token has {routes['token']:,} bytes of experts, and the rollout {routes['rollout'] / 1e9:.2g} GB"
-    return [f"Router replay: {sent} for the trainer. A replica needs {memory}. No rollout with it was measured."]
+    sent = f"the trainer gets {routes['token']:,} bytes for each token, {routes['rollout'] / 1e9:.2g} GB in all"
+    memory = f"{routes['device'] / 1e6:,.0f} MB more of each GPU, and up to {routes['host'] / 1e9:.2g} GB of its host"
+    return [f"Router replay: {sent}. A replica needs {memory}. No rollout with it was measured."]

@@ -22,7 +22,7 @@ from fp8plan.model.risk.expected import MismatchRisk
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 
-ENDS: Final = ((1, 1), (2, 2), (4, 4))  # first and last layers that are tried in BF16
+ENDS: Final = ((1, 1), (2, 2), (4, 4))  # counts of first and last layers that are tried in BF16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Way:
 
     kl_k3, kl_k3_low, kl_k3_high, risk: with them
     added_s: seconds that they add to the RL step if the trainer's times are known, else to the rollout
-    trainer: a trainer precision that is enough in their place; None: it is not, or is one of them
+    trainer: a trainer precision that would be enough alone; None: none would, or the remedies have one
     """
 
     remedies: Remedies

@@ -20,7 +20,7 @@ from fp8plan.model.risk.remedies import BF16, Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.scene import Lever, Scene
 
-FEWEST_AND_MOST: Final = (ENDS[0], ENDS[-1])  # ends of the layers that have a row
+FEWEST_AND_MOST: Final = (ENDS[0], ENDS[-1])  # counts of first and last layers that have a row
 
 
 def remedy_levers(scene: Scene) -> Iterator[Lever]:

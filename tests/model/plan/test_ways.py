@@ -123,7 +123,7 @@ def test_where_nothing_helps_the_reason_says_so() -> None:
     prediction = planned(EXPERTS, high(EXPERTS, "bf16") * 1.01)
     assert way(prediction, "fp8_block+fp8_kv") is None
     (reason,) = (x for x in prediction.plan.reasons if x.startswith("fp8_block+fp8_kv would be"))
-    assert reason.endswith("Its mismatch risk is moderate, and no remedy that is planned lowers it to low.")
+    assert reason.endswith("Its mismatch risk is moderate, and no remedy lowers it to low.")
 
 
 def test_where_no_precision_is_allowed_each_one_with_a_way_is_named() -> None:
