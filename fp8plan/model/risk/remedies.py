@@ -97,9 +97,9 @@ class Remedies:
         ends = zip(("first", "last"), self.keep_bf16, strict=True)
         kept = {end: count for end, count in ends if count}
         if fp8_weights and kept:
-            counts = [end if count == 1 else f"{end} {count}" for end, count in kept.items()]
-            noun = "layer" if max(kept.values()) == 1 else "layers"
-            words.append(f"the {' and '.join(counts)} {noun} in BF16")
+            several = max(kept.values()) > 1
+            named = [f"{end} {count}" if several else end for end, count in kept.items()]
+            words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'} in BF16")
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

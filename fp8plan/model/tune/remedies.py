@@ -11,12 +11,12 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts
-from fp8plan.model.emit.trainers import TRAINERS
+from fp8plan.model.emit.trainers import ENGINE_E8M0, TRAINERS
 from fp8plan.model.emit.vllm import ignored
 from fp8plan.model.plan.candidates import risks_with
 from fp8plan.model.plan.choice import power, speed_up
 from fp8plan.model.plan.ways import ENDS, engine_with, matching_trainer
-from fp8plan.model.risk.remedies import BF16, Remedies
+from fp8plan.model.risk.remedies import BF16, POW2, Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.scene import Lever, Scene
 
@@ -88,7 +88,11 @@ def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, s
     if any(remedy.keep_bf16):
         pattern = ignored(replace(scene.choice.setup, keep_bf16=remedies.keep_bf16))[-1]
         return {"vllm": f"quantization_config ignore: {pattern}", "fp8plan": f"keep_bf16={remedies.keep_bf16}"}
-    words = {"vllm": "--enable-return-routed-experts"} if remedy.router_replay else {}
+    words = {}
+    if remedy.router_replay:
+        words["vllm"] = "--enable-return-routed-experts"
+    elif remedy.trainer_precision == POW2 and not scene.choice.setup.gpu.e8m0_scales:
+        words["vllm"] = f"{ENGINE_E8M0}=1"
     for trainer in TRAINERS:
         try:
             words[trainer.name] = trainer.typed(remedy)

@@ -259,6 +259,15 @@ def test_the_linears_of_an_fp8_trainer_are_those_of_one_gpu_whatever_the_layout_
     assert kl(FP8_BLOCK, 8) < kl(FP8_BLOCK, 1)
 
 
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [((1, 1), "first and last layer"), ((0, 1), "last layer"), ((2, 1), "first 2 and last 1 layers"), ((0, 0), None)],
+)
+def test_kept_layers_are_named_by_their_numbers(ends: tuple[int, int], words: str | None) -> None:
+    assert Remedies(keep_bf16=ends).words(fp8_weights=True) == (f"the {words} in BF16" if words else "")
+    assert Remedies(keep_bf16=ends).words(fp8_weights=False) == ""
+
+
 def test_an_unknown_trainer_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="fp8_block_pow2"):
         Remedies(trainer_precision="fp8")
