@@ -149,10 +149,11 @@ def explain(
     tried: the candidates behind the choices; empty: no sentence on other limits and on the sync
     """
     choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
-    timed = answer.rollout(picked)
+    timed, whose = answer.rollout(picked), f"The chosen {picked.precision}'s"
+    in_fp8 = next((c.setup.shape for c in tried if c.setup.precision.weights != "bf16"), shape)
     return (
         _headline(answer, shape.stored, request.remedies),
-        *(_ways_out(answer, request.remedies) if _refused(picked, answer.budget) else ()),
+        *([way_of(picked, answer, request.remedies, whose)] if _refused(picked, answer.budget) else ()),
         *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
         *_passed_over(answer, request.remedies),
@@ -160,7 +161,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *_left_in_bf16(choices, shape.keeping_bf16(request.remedies.keep_bf16)),
+        *_left_in_bf16(choices, in_fp8),
         *returned_experts(picked),
         *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
@@ -192,12 +193,6 @@ def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:
     if faster := _over_another_layout(answer):
         return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
     return f"Stay with {rollout}; {why_not}."
-
-
-def _ways_out(answer: Answer, own: Remedies) -> list[str]:
-    """A sentence on the remedies that would make the choice allowed. Call it if the budget rules out all precisions."""
-    picked = answer.picked
-    return [way_of(picked, answer, own, f"The chosen {picked.precision}'s")]
 
 
 def _gains(answer: Answer, stored: Stored | None) -> list[str]:

@@ -258,8 +258,9 @@ def _level(
     if setting.same_grid:
         reasons.append(_SAME_GRID)
     elif setting.trainer != BF16:
-        between = _TRAINER_ALONE if setting.rollout == BF16 else _OTHER_GRID
-        reasons.append(between.format(trainer=setting.trainer, rollout=setting.rollout))
+        sides = f"the trainer's linears are in {setting.trainer} and the rollout's in {setting.rollout}"
+        adds = "the trainer's rounding is all mismatch" if setting.rollout == BF16 else "both roundings add up"
+        reasons.append(f"{sides}: {adds}; no published KL was fitted of it: the range is wider")
         if setting.rollout in TRAINER_PRECISIONS[1:]:
             reasons.append(f"--trainer-precision {setting.rollout} has the rollout's grid")
     if clipped:
@@ -300,14 +301,6 @@ _ROUNDED_TWICE: Final = (
 _SAME_GRID: Final = (
     "this assumes that the trainer rounds the very weights that the rollout rounds: then only activations differ; "
     "published runs of such trainers differ much, so the range is wider"
-)
-_TRAINER_ALONE: Final = (
-    "the trainer's linears are in {trainer} and the rollout's in {rollout}: the trainer's rounding is all mismatch; no "
-    "published KL was fitted of it: the range is wider"
-)
-_OTHER_GRID: Final = (
-    "the trainer's linears are in {trainer} and the rollout's in {rollout}: each rounds on its own, which adds up; no "
-    "published KL was fitted of it: the range is wider"
 )
 _KEPT: Final = "first and last layers are taken to add as much KL as any others; no published run tells them apart"
 _FP8_CHECKPOINT: Final = (
