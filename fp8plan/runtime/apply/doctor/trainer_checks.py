@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, TRL, in_all_words, two_grids
+from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, TRAINER_PRECISIONS, Remedies
 from fp8plan.runtime.apply.doctor.observed import NOTHING, Finding, Observed, fault, needs_e8m0, ok, unknown, warning
 
 OF_TRAINERS: Final = (
     "your own loop: fp8plan.replayed",
-    f"{TRL.name}: {TRL.router_replay[0]}",
     *in_all_words(Remedies(router_replay=True)),
 )
 REPLAY: Final = (
