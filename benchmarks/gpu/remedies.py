@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.remedies MODEL --policy moe --precision fp8_block --gpu h200 --output FILE
 
 It calls `fp8plan.probe`: a trainer in BF16 and one in FP8, first and last layers in BF16, and router replay for a model
-with experts. Several at once may share a GPU, as the pool of each engine is set: vLLM's own would be what others leave.
+with experts. Several may share a GPU: each engine's pool has a fixed size, and vLLM would take what the others leave.
 """
 
 from __future__ import annotations

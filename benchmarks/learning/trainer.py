@@ -51,11 +51,16 @@ class Trainer:
 
     @torch.no_grad()
     def routing_differs(self, batch: Batch) -> float:
-        """The share of tokens for which this policy and the engine pick another expert in at least one layer."""
+        """The share of the scored tokens for which policy and engine pick another expert in at least one layer.
+
+        The experts of a token are those of its input, the token before. Only the first micro-batch is looked at.
+        """
         few = batch.rows(next(micro_batches(batch, self.micro_tokens)))
         with replayed(self.policy, few.routes) as replay:
             self._own(few)
-        return replay.differing().tokens
+        inputs = torch.arange(few.tokens.shape[1], device=few.tokens.device)
+        first = few.first[:, None] - 1
+        return replay.differing((inputs >= first) & (inputs < first + few.mask.sum(1, keepdim=True))).tokens
 
     def update(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> None:
         """One optimiser step.

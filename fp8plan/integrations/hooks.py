@@ -67,8 +67,7 @@ class HookSettings(TrainerSettings, frozen=True):
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
-    router_replay: true: the trainer's log-probs have the experts that the engine picked; so do those of a plan with
-                 router replay
+    router_replay: true: the trainer scores with the experts that the engine picked; a plan may say so, too
 
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
@@ -212,7 +211,8 @@ def running(
 ) -> MicroBatches:
     """This process's MicroBatches for `settings`, made at the first call.
 
-    share, sampling, router_replay: values for settings that leave them open
+    share, sampling: values for settings that leave them open
+    router_replay:   the trainer's own settings have it on
 
     Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """
@@ -221,12 +221,11 @@ def running(
         if not (share if settings.share is None else settings.share):
             group = ALONE
         correction, plan = settings.correction(), settings.read_plan()
-        planned = plan is not None and plan.remedies.router_replay
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,
                 group=group, sampling=settings.sampling or sampling,
-                router_replay=settings.router_replay or router_replay or planned,
+                router_replay=settings.router_replay or router_replay or None,
             )
         )  # fmt: skip
     return _RUNNING[settings]

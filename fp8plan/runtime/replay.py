@@ -5,7 +5,7 @@
     with fp8plan.replayed(policy, routes) as replay:
         logits = policy(input_ids, attention_mask).logits
     loss(logits).backward()
-    replay.differing(response_mask)         # how often the policy's own routers would have picked other experts
+    replay.differing(mask)                  # how often the policy's own routers would have picked other experts
 
 The weights of the replayed experts are the trainer's own: a router's logits become weights as in the model's own code,
 so gradients reach the router. Needs torch and one of the routers in RULES. Neither an engine nor vLLM is needed.
@@ -14,7 +14,7 @@ so gradients reach the router. Needs torch and one of the routers in RULES. Neit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -107,6 +107,15 @@ def recorded(model: Module) -> Iterator[Replay]:
         yield replay
 
 
+def has_routers(model: Module) -> bool:
+    """Return True if `replayed` and `recorded` take this model."""
+    try:
+        _routers_of(model)
+    except ConfigError:
+        return False
+    return True
+
+
 class Replay:
     """The routing of the forwards in one `with` of `replayed` or `recorded`.
 
@@ -124,8 +133,8 @@ class Replay:
     def own_choice(self) -> Tensor:
         """Experts that the model's own routers picked: int16, UNKNOWN in layers without experts.
 
-        They saw the hidden states of the forwards in the `with`, so with a replay an earlier layer's choice does not
-        change a later layer's. Shape: that of the routes; (tokens, layers, experts per token) without any.
+        With a replay they saw hidden states that the replayed experts computed. Shape: that of the routes; (tokens,
+        layers, experts per token) without any.
         """
         import torch
 
@@ -144,11 +153,10 @@ class Replay:
         return share_differing(self.routes, self.own_choice, mask)
 
     def begin(self) -> Forward:
-        """Return a new forward, which takes the routes after those of the last one."""
+        """Return a new forward. Its routes begin after those of the last one."""
         if self.routes is None:
             return Forward(None, 0)
-        tokens = sum(forward.tokens for forward in self._done)
-        return Forward(self.routes.flatten(0, 1), tokens)
+        return Forward(self.routes.flatten(0, 1), self._tokens)
 
     def end(self, forward: Forward) -> None:
         """Keep a forward that has come to its end. Raises ConfigError if a router was not called in it."""
@@ -156,20 +164,25 @@ class Replay:
         if missing:
             raise ConfigError(
                 f"{missing} of {len(self._routers.rules)} routers were not called as modules, so nothing was replayed "
-                "there; allowed: a forward of the whole model, neither compiled before nor with kernels in place of "
-                "its experts' modules"
+                "there; allowed: a forward of the whole model that was not compiled before, and without kernels in "
+                "place of modules with experts"
             )
         self._done.append(forward)
 
     def refuse_rest(self) -> None:
         """Raise ConfigError if the forwards had fewer tokens than the routes."""
         if self.routes is not None:
-            tokens = sum(forward.tokens for forward in self._done)
-            of = self.routes.shape[0] * self.routes.shape[1]
-            if tokens != of:
+            expected = self.routes.shape[0] * self.routes.shape[1]
+            if self._tokens != expected:
                 raise ConfigError(
-                    f"the routes are of {of} tokens, and the forwards had {tokens}; pass those of one batch"
+                    f"the routes have {expected} tokens, and the forwards had {self._tokens}; pass the routes of these "
+                    "forwards"
                 )
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of the forwards that have ended."""
+        return sum(forward.tokens for forward in self._done)
 
 
 class Forward:
@@ -192,27 +205,28 @@ class Forward:
             end = self._start + len(own)
             if end > len(self._routes):
                 raise ConfigError(
-                    f"the routes are of {len(self._routes)} tokens, and the forwards have {end} or more; pass those of "
-                    "one batch"
+                    f"the routes have {len(self._routes)} tokens, and the forwards have {end} or more; pass the routes "
+                    "of these forwards"
                 )
             self._used = self._routes[self._start : end].to(own.device)
-        used = self._used[:, layer].to(own.dtype)
+        used = self._used[:, layer].to(own)  # layers may lie on several GPUs
         return used.where(used != UNKNOWN, own)
 
 
 class Routers:
     """The routers of one model, and the hooks that replace their choice.
 
-    A hook does something only while a `with` is open, and in the backward pass of a forward from one: gradient
-    checkpointing runs the routers again there.
+    The hooks act in the forwards of a `with`, and in their backward pass: gradient checkpointing runs the routers again
+    there.
     """
 
-    def __init__(self, backbone: Any, routers: Mapping[int, Module]) -> None:
-        self.rules = {layer: RULES[type(router).__name__] for layer, router in routers.items()}
+    def __init__(self, backbone: Any, routers: Sequence[tuple[int, Module]]) -> None:
+        """Take the routers with the numbers of their layers. PEFT may hold several of a layer, of which one runs."""
+        self.rules = {layer: RULES[type(router).__name__] for layer, router in routers}
         self.routers = routers
         self._backbone: ref[Module] = ref(backbone)  # a key of _ROUTERS, which must not keep it alive
         self._layers = len(backbone.layers)
-        first: Any = next(iter(routers.values()))
+        first: Any = routers[0][1]
         self._top_k, self._experts = first.top_k, first.num_experts
         self._hooks: list[Any] = []
         self._replay: Replay | None = None  # of the `with` that is open
@@ -229,7 +243,7 @@ class Routers:
                 f"the routes have the shape {shape}; allowed: (batch, length, {self._layers}, {self._top_k}), for all "
                 f"{self._layers} hidden layers and {self._top_k} experts per token of this model"
             )
-        if routes.dtype not in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        if routes.dtype not in (torch.int16, torch.int32, torch.int64):
             raise ConfigError(
                 f"the routes have the dtype {routes.dtype}; allowed: torch.int16, as padded_routes returns"
             )
@@ -252,7 +266,7 @@ class Routers:
 
         some = next(iter(own.values()))
         unknown = torch.full_like(some, UNKNOWN)
-        return torch.stack([own.get(layer, unknown) for layer in range(self._layers)], dim=1)
+        return torch.stack([own.get(layer, unknown).to(some.device) for layer in range(self._layers)], dim=1)
 
     @contextmanager
     def following(self, replay: Replay) -> Iterator[None]:
@@ -277,7 +291,7 @@ class Routers:
 
     def _attach(self) -> None:
         if not self._hooks:
-            self._hooks = [self._attached(layer, router) for layer, router in self.routers.items()]
+            self._hooks = [self._attached(layer, router) for layer, router in self.routers]
 
     def _attached(self, layer: int, router: Module) -> Any:
         return router.register_forward_hook(lambda module, _, output: self._routed(layer, module, output))
@@ -318,9 +332,9 @@ class Routers:
                 tensor.register_hook(lambda _: self._enter_backward(forward))
 
     def _enter_backward(self, forward: Forward) -> None:
-        """Let what is recomputed from here on follow a forward. Called before gradients reach its layers.
+        """Let recomputed layers follow a forward from now on. Called before gradients reach its layers.
 
-        Of several forwards in one backward pass, autograd finishes the later one before it begins an earlier one.
+        Autograd goes back through several forwards one after the other, the last one first.
         """
         from torch.autograd import Variable
 
@@ -357,7 +371,7 @@ def _routers_of(model: Module) -> Routers:
         )
     backbone = model.get_submodule(parents.pop())
     layers = (int(place[2]) for place in places if place)
-    routers = dict(zip(layers, named.values(), strict=True))
+    routers = list(zip(layers, named.values(), strict=True))
     if backbone not in _ROUTERS or _ROUTERS[backbone].routers != routers:  # PEFT may wrap a router later
         _ROUTERS[backbone] = Routers(backbone, routers)
     return _ROUTERS[backbone]

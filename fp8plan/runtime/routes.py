@@ -22,7 +22,7 @@ def padded_routes(routes: Sequence[Any], attention_mask: Tensor) -> Tensor:
 
     Returns int16 (batch, length, layers, experts per token) on the mask's device. Padding and tokens after the last
     route are UNKNOWN: the last token of a response was never an input of the engine. Raises ConfigError if the numbers
-    of sequences differ, or a sequence has more routes than tokens.
+    of sequences differ, a sequence has more routes than tokens, or the routes are of several models.
     """
     import torch
 
@@ -31,7 +31,10 @@ def padded_routes(routes: Sequence[Any], attention_mask: Tensor) -> Tensor:
             f"{len(routes)} sequences have routes, and the mask has {len(attention_mask)} rows; pass both"
         )
     parts = [_as_tensor(part) for part in routes]
-    batch = torch.full((*attention_mask.shape, *parts[0].shape[1:]), UNKNOWN, dtype=torch.int16)
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) != 1:
+        raise ConfigError(f"the routes have layers and experts per token {sorted(shapes)}; allowed: of one model")
+    batch = torch.full((*attention_mask.shape, *shapes.pop()), UNKNOWN, dtype=torch.int16)
     for number, (row, part, mask) in enumerate(zip(batch, parts, attention_mask.bool().cpu(), strict=True)):
         places = mask.nonzero()[:, 0]
         if len(part) > len(places):

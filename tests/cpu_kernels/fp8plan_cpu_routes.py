@@ -29,7 +29,7 @@ class _Returning:
 
 
 def _allow(config: Any) -> None:
-    """Let vLLM check all but the version of the runner, as it does for platforms that are not its own."""
+    """Let vLLM's check pass over the runner's version. It does so for platforms outside its tree."""
     from vllm.platforms import current_platform
 
     plain = config._verify_aux_output_compatibility

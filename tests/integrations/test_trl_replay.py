@@ -87,18 +87,19 @@ def test_all_forwards_use_the_engines_experts(tmp_path: Path, checkpointing: boo
         assert all(0 <= share < 0.5 for share in differing)
         assert max(logged(trainer, "fp8plan/k3_kl")) < 1e-3
         assert trainer.rollout_engine.facts["routed_experts"]
+        assert (trainer.vllm_generation.llm.routes, trainer._replays.routes) == ([], None)  # nothing keeps them
 
 
 @pytest.mark.vllm
 def test_trainers_that_cannot_replay_say_what_to_type() -> None:
     from fp8plan.integrations.trl.replay import refuse_other, refuse_replay
 
-    args = SimpleNamespace(vllm_mode="colocate", use_liger_kernel=False)
-    with pytest.raises(ConfigError, match=r"type: vllm_mode='colocate', or router_replay=False"):
-        refuse_replay(SimpleNamespace(vllm_mode="server", use_liger_kernel=False), False, None)
-    with pytest.raises(ConfigError, match="use_liger_kernel"):
-        refuse_replay(SimpleNamespace(vllm_mode="colocate", use_liger_kernel=True), False, None)
-    with pytest.raises(ConfigError, match="tools, environments or rollout_func"):
+    args = SimpleNamespace(vllm_mode="colocate", use_liger_kernel=False, torch_compile=False)
+    for wrong in ({"vllm_mode": "server"}, {"use_liger_kernel": True}, {"torch_compile": True}):
+        todo = f"type: {next(iter(wrong))}=.*, or router_replay=False"
+        with pytest.raises(ConfigError, match=todo):
+            refuse_replay(SimpleNamespace(**(vars(args) | wrong)), False, None)
+    with pytest.raises(ConfigError, match="tools, environments and rollout_func"):
         refuse_replay(args, True, None)
     with pytest.raises(ConfigError, match="Linear has no router that can be replayed"):
         refuse_replay(args, False, torch.nn.Linear(2, 2))

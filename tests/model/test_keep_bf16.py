@@ -81,7 +81,7 @@ def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path)
     assert whole.setup.shape.left_in_bf16() == ()
     assert kept.setup.keep_bf16 == (2, 1)
     assert sum(x.layers for x in kept.setup.shape.left_in_bf16() if x.name == "qkv_proj") == 3
-    assert whole.group != kept.group
+    assert whole.group == kept.group  # speed-ups of both are over the group's bf16 record, which keeps no layers
     facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, keep_bf16=(2, 1))
     assert facts.setup.shape == kept.setup.shape
     assert rollout_fields(None, facts)["keep_bf16"] == [2, 1]

@@ -305,6 +305,21 @@ def test_a_wrapped_model_and_its_backbone_replay_alike() -> None:
         assert torch.equal(wrapped(ids).logits, expected)
 
 
+def test_routers_that_peft_trains_are_replayed_and_so_are_those_they_stand_for() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model, ids = model_of("qwen3_moe"), ids_of()
+    routes = altered(own_routes(model, ids))
+    with replayed(model, routes):
+        expected = model(ids).logits
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])
+    wrapped = peft.get_peft_model(model, settings)
+    wrapped.add_adapter("reference", settings)
+    with replayed(wrapped, routes):
+        assert torch.equal(wrapped(ids).logits, expected)
+    with wrapped.disable_adapter(), replayed(wrapped, routes):  # as TRL's reference model
+        assert torch.equal(wrapped(ids).logits, expected)
+
+
 def test_the_share_that_differs_ignores_order_and_counts_what_is_known() -> None:
     routes = torch.tensor([[[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]]])  # 1 x 3 tokens x 2 layers x 2
     others = torch.tensor([[[[1, 0], [2, 3]], [[4, 5], [6, 0]], [[-1, -1], [0, 1]]]])
@@ -330,10 +345,11 @@ def test_bad_input_says_what_is_allowed() -> None:
         "routes have the shape": routes[:, :, 1:],
         r"allowed: \(batch, length, 3, 2\)": routes[0],
         "dtype torch.float32": routes.float(),
+        "dtype torch.uint8": routes.to(torch.uint8),  # which has no number for UNKNOWN
         "allowed: 0 to 7": routes + 1,
         "name an expert twice": torch.zeros_like(routes),
-        "the routes are of 22 tokens, and the forwards have 24": routes[:, 1:],
-        "the routes are of 48 tokens, and the forwards had 24": torch.cat([routes, routes]),
+        "the routes have 22 tokens, and the forwards have 24": routes[:, 1:],
+        "the routes have 48 tokens, and the forwards had 24": torch.cat([routes, routes]),
     }
     for message, wrong in cases.items():
         with pytest.raises(ConfigError, match=message):
@@ -370,6 +386,8 @@ def test_bad_routes_of_sequences_say_what_is_allowed() -> None:
         padded_routes([part, np.zeros((5, LAYERS, TOP_K), np.uint8)], mask)
     with pytest.raises(ConfigError, match=r"routed_experts=True"):
         padded_routes([part, None], mask)
+    with pytest.raises(ConfigError, match=r"experts per token \[\(1, 1\), \(3, 2\)\]; allowed: of one model"):
+        padded_routes([part, part[:, :1, :1]], mask)
     with pytest.raises(ConfigError, match="there are 1 lengths"):
         packed_routes([part, part], [4])
     with pytest.raises(ConfigError, match="the shapes are"):

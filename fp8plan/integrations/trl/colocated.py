@@ -87,12 +87,12 @@ class PolicyTensors(VLLMGeneration):
 class EngineAsLlm:
     """A RolloutEngine in place of TRL's vllm.LLM. All but three methods are the LLM's own.
 
-    routes: the experts of each response of the last `generate`; None if the engine returns none
+    routes: the experts of each response of the last `generate`; empty if the engine returns none
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine, self._routed = engine, bool(engine.facts["routed_experts"])
-        self.routes: list[Any] | None = None
+        self.routes: list[Any] = []
         self.sleep, self.wake_up = engine.sleep, engine.wake_up
 
     def generate(self, prompts: Any, sampling_params: Any, **more: Any) -> list[Any]:

@@ -25,27 +25,28 @@ def refuse_replay(args: Any, turns: bool, model: Any) -> None:
     """
     if args.vllm_mode != "colocate":
         raise ConfigError(
-            f"router replay with a server, whose route returns no experts; type: vllm_mode='colocate', {OFF}"
+            f"router_replay is True, and TRL's server returns no experts; type: vllm_mode='colocate', {OFF}"
         )
-    if args.use_liger_kernel:
-        raise ConfigError(f"router replay with use_liger_kernel, which scores past it; allowed: False, {OFF}")
+    for name in ("use_liger_kernel", "torch_compile"):
+        if getattr(args, name):
+            raise ConfigError(f"router_replay is True, and {name} has none; type: {name}=False, {OFF}")
     if turns:
         raise ConfigError(
-            "router replay with tools, environments or rollout_func, whose turns have routes each; allowed: none of "
-            f"them, {OFF}"
+            "router_replay is True, and the turns of tools, environments and rollout_func have routes of their own; "
+            f"allowed: none of these three, {OFF}"
         )
-    with recorded(model):  # has routers that can be replayed
+    with recorded(model):  # raises for a model without known routers
         pass
 
 
 def refuse_other(routes: Routes, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-    """Raise ConfigError unless the routes are of these sequences: of all tokens but the last one of each."""
-    found = [len(each) for each in routes]
-    wanted = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
-    if found != wanted:
+    """Raise ConfigError unless the routes have all tokens of these sequences but the last one of each."""
+    returned = [len(each) for each in routes]
+    needed = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+    if returned != needed:
         raise ConfigError(
-            f"the engine returned routes of {found[:4]} tokens for sequences that need {wanted[:4]}; allowed: prompts "
-            f"that TRL hands on as they are, {OFF}"
+            f"the engine returned routes of {returned[:4]} tokens for sequences that need {needed[:4]}; allowed: "
+            f"prompts that TRL hands on as they are, {OFF}"
         )
 
 
@@ -53,7 +54,7 @@ class Replays:
     """The routes of the batch that a trainer scores now.
 
     routes:    None: the model's own choice
-    differing: the share of the tokens of the last rollout whose experts the policy's own routers would not have picked;
+    differing: the share of the last rollout's scored tokens for which the policy's own routers pick other experts;
                None: nothing was replayed
     """
 

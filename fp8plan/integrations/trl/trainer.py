@@ -248,7 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _plan_for(
         self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
     ) -> None:
-        replay = bool(self._router_replay) and not find_gpu(gpu).is_cpu  # whose plans have none
+        replay = bool(self._router_replay) and not find_gpu(gpu).is_cpu  # plans for a CPU have no replay
         self.plan = plan_for(
             model,
             gpu,
@@ -290,7 +290,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self.rollout_engine.rollout():
             generated = super()._generate(prompts)
         if self._replaying:
-            routes = self.vllm_generation.llm.routes
+            llm = self.vllm_generation.llm
+            routes, llm.routes = llm.routes, []  # a batch alone keeps them: some GB for long responses
             refuse_other(routes, *generated[:2])
             self._replays.take(routes)
         return generated

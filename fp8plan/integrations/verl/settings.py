@@ -251,7 +251,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
     remedies = remedies_in(config)
-    if find_gpu(settings.gpu).is_cpu:  # for which no replay is planned
+    if find_gpu(settings.gpu).is_cpu:  # plans for a CPU have no router replay
         remedies = replace(remedies, router_replay=False)
     return plan_for(
         model,
@@ -309,7 +309,7 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
         todo = f"model_engine=megatron {recipe}" if recipe else "leave override_transformer_config.fp8 out"
         yield (
             f"verl trains in {running.trainer_precision}, and the plan expects {planned.trainer_precision}; type: "
-            f"{todo}, or --trainer-precision {running.trainer_precision} for another plan"
+            f"{todo}, or plan with --trainer-precision {running.trainer_precision}"
         )
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):

@@ -34,7 +34,7 @@ class Linear:
     all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
     parts: tuple[int, ...] = ()  # outputs of each matrix that is fused into it, in order; () for a single matrix
     padded: bool = False  # vLLM pads it to whole blocks, as it does experts
-    stored: Literal["", "bf16", "fp8"] = ""  # as in an FP8 checkpoint, or of a kept layer; "": vLLM quantises it
+    stored: Literal["", "bf16", "fp8"] = ""  # in an FP8 checkpoint, or "bf16" in a kept layer; "": vLLM quantises it
 
     elements: int = field(init=False, repr=False, compare=False)  # of one layer's matrix
     intended: bool = field(init=False, repr=False, compare=False)  # for FP8, if its inputs on a rank allow it
@@ -81,8 +81,8 @@ class Size(NamedTuple):
 class Part:
     """A mixer, an MLP or experts. hidden: the model's width. tp: tensor-parallel ranks.
 
-    bf16: names of the linears that an FP8 checkpoint holds in BF16, or all names in a layer that stays in BF16; None:
-          vLLM quantises a BF16 checkpoint
+    bf16: names of the linears that stay in BF16: those that an FP8 checkpoint lists, or all of a kept layer; None:
+          vLLM quantises the part
     """
 
     bf16: frozenset[str] | None = field(default=None, kw_only=True)

@@ -79,7 +79,7 @@ class ModelShape:
         return cls(name=name, source=source, **read_model(config, name, source))
 
     def keeping_bf16(self, ends: tuple[int, int]) -> ModelShape:
-        """The model whose first and last layers are not quantised. ends: their numbers
+        """The model whose first and last layers are not quantised. ends: how many of each
 
         Raises ConfigError for an FP8 checkpoint, and if no other layers are left.
         """

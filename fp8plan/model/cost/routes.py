@@ -29,9 +29,9 @@ class RouteBytes(NamedTuple):
     """The bytes of returned experts.
 
     token:   of one token; layers without experts count, too
-    device:  of the buffer on each GPU, beside what vLLM plans for
-    host:    of the store in a replica's process, as large as the KV cache is in tokens, and of blocks in flight
-    rollout: of all tokens of a rollout, which go to the trainer
+    device:  of the buffer on each GPU, which vLLM's plan of the memory leaves out
+    host:    of the store in a replica's process, which holds as many tokens as the KV cache, and of blocks in flight
+    rollout: of all prompts and responses of a rollout, which go to the trainer
     """
 
     token: int

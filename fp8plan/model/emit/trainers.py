@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -56,7 +57,7 @@ def precision_of(fp8: object, recipe: str | None, fp32_scales: str | None) -> st
 class Trainer:
     """A trainer and the words for its configuration.
 
-    router_replay: those that replay the engine's experts; none: the trainer cannot
+    router_replay: those that replay the engine's experts
     precisions:    trainer precision -> its words; a missing one: the trainer does not have it
     """
 
@@ -66,11 +67,7 @@ class Trainer:
 
     def words(self, remedies: Remedies) -> tuple[str, ...]:
         """The words for these remedies, in their order. Raises ConfigError for a remedy that it does not have."""
-        words: tuple[str, ...] = ()
-        if remedies.router_replay:
-            if not self.router_replay:
-                raise ConfigError(f"{self.name} has no router replay; plan again without --router-replay")
-            words = self.router_replay
+        words = self.router_replay if remedies.router_replay else ()
         precision = remedies.trainer_precision
         if precision == BF16:
             return words
@@ -78,6 +75,10 @@ class Trainer:
             allowed = ", ".join((BF16, *self.precisions))
             raise ConfigError(f"{self.name} does not train in {precision}; allowed: --trainer-precision {allowed}")
         return (*words, *self.precisions[precision])
+
+    def typed(self, remedies: Remedies) -> str:
+        """The words in one line. A word with quotes has a shell's around it. Raises ConfigError as `words` does."""
+        return " ".join(shlex.quote(word) if "'" in word else word for word in self.words(remedies))
 
 
 def _megatron(
@@ -164,17 +165,17 @@ SKYRL: Final = Trainer(
 
 # prime-rl: PRs 2487 and 2808, docs/inference.md; docs/advanced.md. DeepGEMM's blocks have FP32 scales on Hopper, and
 # powers of two on Blackwell (src/prime_rl/trainer/models/kernels/fp8_utils.py, ue8m0_for_device): no word changes that.
-_QUANTIZATION: Final = ('trainer.model.quantization.type = "fp8"',)
+_QUANTIZATION: Final = 'trainer.model.quantization.type = "fp8"'
 PRIME_RL: Final = Trainer(
     "prime-rl",
     ("trainer.enable_router_replay = true",),
-    {BLOCK: _QUANTIZATION, POW2: _QUANTIZATION},
+    {BLOCK: (f"{_QUANTIZATION}  # on Hopper",), POW2: (f"{_QUANTIZATION}  # on Blackwell",)},
 )
-
-TRAINERS: Final = (VERL, NEMO_RL, SLIME, SKYRL, PRIME_RL)
 
 # No file of TRL 1.16 names routed experts or a recipe of FP8. fp8plan's trainer replays (fp8plan/integrations/trl).
 TRL: Final = Trainer("TRL", ("fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)",), {})
+
+TRAINERS: Final = (VERL, TRL, NEMO_RL, SLIME, SKYRL, PRIME_RL)
 
 
 def in_all_words(remedies: Remedies) -> list[str]:
@@ -184,9 +185,7 @@ def in_all_words(remedies: Remedies) -> list[str]:
     sentences = []
     for trainer in TRAINERS:
         try:
-            words = trainer.words(remedies)
+            sentences.append(f"{trainer.name}: {trainer.typed(remedies)}")
         except ConfigError as error:
             sentences.append(str(error))
-        else:
-            sentences.append(f"{trainer.name}: {' '.join(words)}")
     return sentences

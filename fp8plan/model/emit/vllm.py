@@ -23,6 +23,7 @@ from fp8plan.model.architecture.held import MODULES, kept_numbers
 from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.configs import find_config
+from fp8plan.model.configs.fields import NESTED
 from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
@@ -48,18 +49,27 @@ def is_router(module: str) -> bool:
 def ignored(setup: EngineSetup) -> list[str]:
     """The patterns for an engine: routers, linears whose inputs on a rank are no whole blocks, and kept layers.
 
-    Raises ConfigError if as many layers are to be kept as there are.
+    Raises ConfigError if as many layers are to be kept as there are, or if nothing says how many there are.
     """
-    patterns, shape, layers = [ROUTER_PATTERN], _known_shape(setup), None
+    patterns, shape = [ROUTER_PATTERN], _known_shape(setup)
     if shape is not None:
-        layers = shape.num_layers
         patterns += _without_whole_blocks(shape, setup.limits.tensor_parallel_size)
-    elif any(setup.keep_bf16):
-        layers = find_config(setup.path)[0].get("num_hidden_layers")
     if any(setup.keep_bf16):
-        numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers or 0)))
+        layers = _layers_in_config(setup) if shape is None else shape.num_layers
+        numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers)))
         patterns.append(rf"re:.*\.layers\.({numbers})\..*")
     return patterns
+
+
+def _layers_in_config(setup: EngineSetup) -> int:
+    """The layers of a model that the cost model does not know. Raises ConfigError if its config.json does not say."""
+    config = find_config(setup.path)[0]
+    for fields in (config, *(config.get(name) for name in NESTED)):
+        if isinstance(fields, Mapping) and isinstance(layers := fields.get("num_hidden_layers"), int):
+            return layers
+    raise ConfigError(
+        f"keep_bf16 is {setup.keep_bf16}, and config.json of {setup.path} has no num_hidden_layers; leave it out"
+    )
 
 
 def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
@@ -212,10 +222,15 @@ def _expert_kernels(setup: EngineSetup) -> dict[str, Any]:
 
 
 def _known_shape(setup: EngineSetup) -> ModelShape | None:
-    """The model's shape; None for a model that the cost model does not know, which vLLM can start all the same."""
+    """The model's shape; None for a model that the cost model does not know, which vLLM can start all the same.
+
+    Raises ConfigError for `keep_bf16` that a known model does not allow.
+    """
     try:
         return setup.shape
     except ConfigError:
+        if any(setup.keep_bf16) and _known_shape(replace(setup, keep_bf16=(0, 0))) is not None:
+            raise
         return None
 
 

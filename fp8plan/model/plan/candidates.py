@@ -91,11 +91,13 @@ def candidates(request: PlanRequest) -> list[Candidate]:
 
     A replica stays in a node, unless the model fits no node. Those of verl always do.
 
-    Raises ConfigError if a precision of the request is not possible on this GPU. If no candidate can run, raises
-    CapacityError with the reason of the largest replica with the smallest weights, else ConfigError with the first.
+    Raises ConfigError if a precision of the request is not possible on this GPU, or `keep_bf16` in this model. If no
+    candidate can run, raises CapacityError with the reason of the largest replica with the smallest weights, else
+    ConfigError with the first.
     """
     shape, card, limits, gpus = request.shape, request.card, request.engine, request.gpus
     kept, pow2 = request.remedies.keep_bf16, request.remedies.trainer_precision == POW2
+    shape.keeping_bf16(kept)  # refuses numbers that no FP8 weights would have
 
     def placed(layouts: Iterable[EngineLimits]) -> list[Candidate]:
         return [

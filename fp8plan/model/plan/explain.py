@@ -149,18 +149,19 @@ def explain(
     tried: the candidates behind the choices; empty: no sentence on other limits and on the sync
     """
     choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
-    timed = answer.rollout(picked)
+    timed, whose = answer.rollout(picked), f"The chosen {picked.precision}'s"
+    in_fp8 = next((c.setup.shape for c in tried if c.setup.precision.weights != "bf16"), shape)
     return (
         _headline(answer, shape.stored, request.remedies),
-        *(_ways_out(answer) if _refused(picked, answer.budget) else ()),
+        *([way_of(picked, answer, request.remedies, whose)] if _refused(picked, answer.budget) else ()),
         *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
-        *_passed_over(answer),
+        *_passed_over(answer, request.remedies),
         *slower(answer),
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *_left_in_bf16(choices, shape),
+        *_left_in_bf16(choices, in_fp8),
         *returned_experts(picked),
         *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
@@ -192,12 +193,6 @@ def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:
     if faster := _over_another_layout(answer):
         return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
     return f"Stay with {rollout}; {why_not}."
-
-
-def _ways_out(answer: Answer) -> list[str]:
-    """A sentence on the remedies that would make the choice allowed. Call it if the budget rules out all precisions."""
-    picked = answer.picked
-    return [f"{picked.precision}{_where(picked, answer.choices)}: {way_of(picked, answer)}"]
 
 
 def _gains(answer: Answer, stored: Stored | None) -> list[str]:
@@ -299,7 +294,7 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(answer: Answer) -> list[str]:
+def _passed_over(answer: Answer, own: Remedies) -> list[str]:
     """The reason why each other precision was not chosen, on its fastest layout among the `_compared` ones."""
     picked, compared, sentences = answer.picked, _compared(answer), []
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
@@ -307,7 +302,7 @@ def _passed_over(answer: Answer) -> list[str]:
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
         name = f"{choice.precision}{_where(choice, answer.choices)}"
         if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
-            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer)}")
+            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer, own)}")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
         elif picked.precision == "bf16" and gain.ratio > 1 - SLOWER:

@@ -27,6 +27,7 @@ from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
 from fp8plan.version import __version__, check_starts
 
+WITH_REMEDIES: Final = 8  # minor version of the schema that added them
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
 
 # Figures of every choice that can run. Speed-ups also need BF16 to fit, the RL step a trainer.
@@ -49,7 +50,8 @@ def _read(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("schema_version") is None:
         raise ConfigError("not a plan: it has no schema_version")
     check_version(data, "plan", "the plan")
-    data = _as_written_now(data)
+    if int(data["schema_version"].partition(".")[2]) < WITH_REMEDIES:
+        data = _without_remedies(data)
     plan = checked(data, Plan, "the plan")
     _check_complete(fields := asdict(plan), data, "")
     for number, choice in enumerate(fields["choices"]):
@@ -57,8 +59,8 @@ def _read(data: Any) -> Plan:
     return plan
 
 
-def _as_written_now(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan with the fields that 1.8 added, at the values that hold for older plans."""
+def _without_remedies(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan of an older schema, with the fields of remedies at the values that hold for it."""
     written: dict[str, Any] = {"remedies": asdict(Remedies()), **data}
     if isinstance(data.get("limits"), Mapping):
         written["limits"] = {"enable_return_routed_experts": False, **data["limits"]}

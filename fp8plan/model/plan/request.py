@@ -250,17 +250,20 @@ class PlanRequest:
         longest = self.workload.prompt_lengths.longest + self.workload.longest_response
         limits = (self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)).holding(longest)
         if self.remedies.router_replay:
-            limits = self._returning_experts(limits)
+            limits = replace(limits, enable_return_routed_experts=True)
+        if limits.enable_return_routed_experts:
+            self._check_experts()
         self.shape.check_max_model_len(limits.max_model_len or longest, self.vllm)
         return limits
 
-    def _returning_experts(self, limits: EngineLimits) -> EngineLimits:
-        """The limits of an engine that returns experts. Raises ConfigError for a model or a device without them."""
+    def _check_experts(self) -> None:
+        """Raise ConfigError for a model or a device whose engine returns no experts."""
+        asked = "router_replay" if self.remedies.router_replay else "enable_return_routed_experts"
+        leave_out = "--router-replay" if self.remedies.router_replay else asked
         if not self.shape.parts_of(Experts):
-            raise ConfigError(f"router_replay is True, and {self.shape.name} has no experts; leave --router-replay out")
+            raise ConfigError(f"{asked} is True, and {self.shape.name} has no experts; leave {leave_out} out")
         if self.card.is_cpu:
-            raise ConfigError("router_replay is True, and it is planned for GPUs alone; leave --router-replay out")
-        return replace(limits, enable_return_routed_experts=True)
+            raise ConfigError(f"{asked} is True, and it is planned for GPUs alone; leave {leave_out} out")
 
     @property
     def risk_budget(self) -> RiskBudget:

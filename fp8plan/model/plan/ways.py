@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts
@@ -22,7 +22,7 @@ from fp8plan.model.risk.expected import MismatchRisk
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 
-ENDS: Final = ((1, 1), (2, 2), (4, 4))  # first and last layers that are tried in BF16
+ENDS: Final = ((1, 1), (2, 2), (4, 4))  # counts of first and last layers that are tried in BF16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Way:
 
     kl_k3, kl_k3_low, kl_k3_high, risk: with them
     added_s: seconds that they add to the RL step if the trainer's times are known, else to the rollout
-    trainer: a trainer precision that is enough in their place; None: it is not, or is one of them
+    trainer: a trainer precision that would be enough alone; None: none would, or the remedies have one
     """
 
     remedies: Remedies
@@ -43,57 +43,47 @@ class Way:
     trainer: str | None = None
 
 
-class _Offer(NamedTuple):
-    """Remedies that are enough for the candidate of this number, with the risk. trainer: as in Way"""
-
-    number: int
-    remedies: Remedies
-    risk: MismatchRisk
-    trainer: str | None
-
-
 def ways(tried: Sequence[Candidate], chosen: int, request: PlanRequest, profile: Profile) -> dict[int, Way | None]:
     """The ways of the fastest candidates whose precision the budget rules out, by index; None where nothing helps.
 
     Only candidates that are faster than the chosen one have a way, or all if the budget rules that one out, too.
     """
     answer: dict[int, Way | None] = dict.fromkeys(_ruled_out(tried, chosen, request))
-    pairs = list[tuple[_Offer, Candidate]]()
+    fitting = list[tuple[int, Way, Candidate]]()
     for index in answer:
-        for offer in _sufficient(index, tried[index].setup, request):
-            engine = engine_with(tried[index].setup, offer.remedies)
+        for way in _sufficient(tried[index].setup, request):
+            engine = engine_with(tried[index].setup, way.remedies)
             if engine is not None:
-                pairs.append((offer, engine))
-    engines = timed([engine for _, engine in pairs], request, profile)
-    by_index = groupby(((offer, engine) for (offer, _), engine in zip(pairs, engines, strict=True)), _number_of)
-    for index, group in by_index:
-        offer, engine = min(group, key=lambda pair: pair[1].seconds)
-        risk, added_s = offer.risk, engine.seconds - tried[index].seconds
-        band = risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high
-        answer[index] = Way(offer.remedies, *band, risk.level, added_s, offer.trainer)
+                fitting.append((index, way, engine))
+    engines = timed([engine for *_, engine in fitting], request, profile)
+    for (index, way, _), engine in zip(fitting, engines, strict=True):
+        best, added_s = answer[index], engine.seconds - tried[index].seconds
+        if best is None or added_s < best.added_s:
+            answer[index] = replace(way, added_s=added_s)
     return answer
 
 
-def _number_of(pair: tuple[_Offer, Candidate]) -> int:
-    return pair[0].number
-
-
 def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) -> Iterator[int]:
-    """The fastest candidate of each precision, if the budget rules it out and it is faster than the chosen one."""
+    """The chosen candidate if the budget rules it out, and so the fastest of each other precision.
+
+    If the budget allows the chosen one, only faster ones.
+    """
     picked, accepts = tried[chosen], request.risk_budget.accepts
     runnable = [i for i, c in enumerate(tried) if c.rollout is not None]
     compared = [i for i in runnable if picked.layout_doubt or not tried[i].layout_doubt]
     for precision in dict.fromkeys(tried[i].setup.precision for i in compared):
-        index = min((i for i in compared if tried[i].setup.precision == precision), key=lambda i: tried[i].seconds)
+        index = chosen
+        if precision != picked.setup.precision:
+            index = min((i for i in compared if tried[i].setup.precision == precision), key=lambda i: tried[i].seconds)
         faster = tried[index].seconds < picked.seconds or not accepts(picked.expected.level)
         if faster and not accepts(tried[index].expected.level):
             yield index
 
 
-def _sufficient(index: int, setup: EngineSetup, request: PlanRequest) -> list[_Offer]:
+def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Way]:
     """The remedies that are enough, as few as possible: with and without router replay, and with the fewest layers.
 
-    [] if none are.
+    Their seconds are not known yet. [] if none are enough.
     """
     own, matching = request.remedies, matching_trainer(setup)
 
@@ -110,14 +100,15 @@ def _sufficient(index: int, setup: EngineSetup, request: PlanRequest) -> list[_O
     every = sorted(_possible(setup, own, matching), key=added)
     in_trainer = replace(own, trainer_precision=matching)
     for (number, trained), group in groupby(every, key=added):
-        offers: dict[bool, _Offer] = {}
+        offers: dict[bool, Way] = {}
         for remedies in group:
             if remedies.router_replay not in offers and (risk := enough(remedies)) is not None:
-                offers[remedies.router_replay] = _Offer(index, remedies, risk, None)
+                band = risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high
+                offers[remedies.router_replay] = Way(remedies, *band, risk.level, added_s=0.0)
         if not offers:
             continue
         if number == 1 and not trained and in_trainer in every and enough(in_trainer) is not None:
-            return [offer._replace(trainer=matching) for offer in offers.values()]
+            return [replace(offer, trainer=matching) for offer in offers.values()]
         return list(offers.values())
     return []
 
@@ -131,7 +122,9 @@ def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies
     if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
         replays.append(True)
     if setup.precision.in_blocks and setup.shape.stored is None:
-        ends += [each for each in ENDS if sum(own.keep_bf16) < sum(each) < setup.shape.num_layers]
+        first, last = own.keep_bf16
+        more = [each for each in ENDS if each[0] >= first and each[1] >= last and each != own.keep_bf16]
+        ends += [each for each in more if sum(each) < setup.shape.num_layers]
         if own.trainer_precision == BF16:
             trainers.append(matching)
     every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in ends]

@@ -25,7 +25,7 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
-from fp8plan.model.risk.remedies import BF16, POW2, Remedies
+from fp8plan.model.risk.remedies import BF16, POW2, TRAINER_PRECISIONS, Remedies
 from fp8plan.model.risk.theory import NO_REMEDIES, Setting, sequence_rejection, token_log_ratio
 from fp8plan.options import Option, group_of
 
@@ -170,8 +170,7 @@ def mismatch_risk(
         if setting.trainer == BF16:
             reasons = (*reasons, _FP8_CHECKPOINT)
     if any(remedies.keep_bf16) and (setting.rollout, setting.trainer) != (BF16, BF16):
-        first, last = remedies.keep_bf16
-        reasons = (*reasons, f"{first} first and {last} last layers have linears in BF16; each layer counts alike")
+        reasons = (*reasons, _KEPT)
     return MismatchRisk(
         kl_k3=kl,
         kl_k3_low=low,
@@ -259,7 +258,11 @@ def _level(
     if setting.same_grid:
         reasons.append(_SAME_GRID)
     elif setting.trainer != BF16:
-        reasons.append(_OTHER_GRID.format(trainer=setting.trainer, rollout=setting.rollout))
+        sides = f"the trainer's linears are in {setting.trainer} and the rollout's in {setting.rollout}"
+        adds = "the trainer's rounding adds to the mismatch" if setting.rollout == BF16 else "both roundings add up"
+        reasons.append(f"{sides}: {adds}; no published KL was fitted of it: the range is wider")
+        if setting.rollout in TRAINER_PRECISIONS[1:]:
+            reasons.append(f"--trainer-precision {setting.rollout} has the rollout's grid")
     if clipped:
         level = "high"
         reasons.append(_CLIPPED[calibrated])
@@ -299,10 +302,7 @@ _SAME_GRID: Final = (
     "this assumes that the trainer rounds the very weights that the rollout rounds: then only activations differ; "
     "published runs of such trainers differ much, so the range is wider"
 )
-_OTHER_GRID: Final = (
-    "the trainer's linears are in {trainer} and the rollout's in {rollout}: each rounds on its own, which adds up; no "
-    "published KL was fitted of it: the range is wider"
-)
+_KEPT: Final = "first and last layers are taken to add as much KL as any others; no published run tells them apart"
 _FP8_CHECKPOINT: Final = (
     "the checkpoint is in FP8, and this is for a trainer with BF16 weights; one that dequantises the checkpoint has "
     "the same weights, so that only activations and KV differ, and less"

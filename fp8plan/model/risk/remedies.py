@@ -81,6 +81,14 @@ class Remedies:
             words.append(f"--keep-bf16 {first},{last}")
         return " ".join(words)
 
+    def beyond(self, others: Remedies) -> Remedies:
+        """These remedies without those that the others have, too."""
+        return Remedies(
+            self.router_replay and not others.router_replay,
+            BF16 if self.trainer_precision == others.trainer_precision else self.trainer_precision,
+            (0, 0) if self.keep_bf16 == others.keep_bf16 else self.keep_bf16,
+        )
+
     def words(self, fp8_weights: bool) -> str:
         """The remedies in a sentence; "" for none. fp8_weights: of the rollout; only then layers stay in BF16"""
         words = ["router replay"] if self.router_replay else []
@@ -89,9 +97,9 @@ class Remedies:
         ends = zip(("first", "last"), self.keep_bf16, strict=True)
         kept = {end: count for end, count in ends if count}
         if fp8_weights and kept:
-            counts = [end if count == 1 else f"{end} {count}" for end, count in kept.items()]
-            noun = "layer" if max(kept.values()) == 1 else "layers"
-            words.append(f"the {' and '.join(counts)} {noun} in BF16")
+            several = max(kept.values()) > 1
+            named = [f"{end} {count}" if several else end for end, count in kept.items()]
+            words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'} in BF16")
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

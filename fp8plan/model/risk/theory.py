@@ -31,10 +31,10 @@ REFERENCE_LAYERS: Final = 36.0
 # doubles. The fit has one coefficient for each.
 ATTENTION_LOGIT_VARIANCE: Final = {True: 3.0, False: 12.0}
 
-# Spread (standard deviation) of log sigma^2 over tokens: most tokens hardly move, a few move a lot. True: MoE with
-# routes that differ. The value gives the chi2_token published beside the KL in verl#7242 and verl#7519 (five pairs, KL
-# 0.005 to 0.03). Its ratio E[x^2] / E[|x|]^2 is 4.7; MoE runs have 5.7 to 14. False: dense, and MoE with replayed
-# routes, from that ratio alone: 2.8 in a BF16 run with replayed routes.
+# Spread (standard deviation) of log sigma^2 over tokens: most tokens hardly move, a few move a lot.
+# True: MoE with routes that differ. The value gives the chi2_token published beside the KL in verl#7242 and verl#7519
+# (five pairs, KL 0.005 to 0.03). It makes the ratio E[x^2] / E[|x|]^2 4.7; MoE runs have 5.7 to 14.
+# False: dense models, and MoE with replayed routes. The value gives the ratio of a BF16 run with replayed routes, 2.8.
 TOKEN_SPREAD: Final = {False: 1.5, True: 2.25}
 
 NO_REMEDIES: Final = Remedies()
@@ -76,8 +76,8 @@ SAME_GRID_SD: Final = 1.02
 class RoundingErrors:
     """The relative RMS errors of rounding Gaussian numbers, as fractions.
 
-    weight, activation: trainer's grid -> rollout's grid -> difference of what the two make of the same numbers. The
-                        activations of the two differ before they are rounded, and this is what rounding adds
+    weight:             trainer's grid -> rollout's grid -> difference between the two roundings of the same weights
+    activation:         the same for activations, which differ before they are rounded: what rounding adds to that
     kv:                 one scale for the whole tensor
     bf16:               bfloat16
     """
@@ -92,8 +92,8 @@ class RoundingErrors:
 class Setting:
     """The properties of a model, a rollout precision and a trainer on which the mismatch depends.
 
-    layers, quantised_layers: pairs of sub-layers, and how many of them have linears that FP8 rounds; a sub-layer adds
-                              to the residual stream: a mixer or an MLP
+    layers:                   half of the sub-layers: mixers and MLPs, each of which adds to the residual stream
+    quantised_layers:         half of those whose linears FP8 rounds
     kv_layers, expert_layers: layers that read keys and values, and layers that route tokens to experts
     qk_norm:                  true if the model has it
     rollout, trainer:         the grids of their linears, named as in RoundingErrors
@@ -231,7 +231,9 @@ def setting_of(
     remedies: Remedies = NO_REMEDIES,
 ) -> Setting:
     """The setting of a model in a precision, with a trainer."""
-    hidden, tp = shape.hidden_size, tensor_parallel_size
+    hidden = shape.hidden_size
+    # A rollout in BF16 has no FP8 linears, so an FP8 trainer's are the same on every layout.
+    tp = 1 if precision.weights == "bf16" else tensor_parallel_size
     first, last = remedies.keep_bf16
     rounded = shape.layers[first : max(first, shape.num_layers - last)]
     quantised = sum(_quantised(part, hidden, tp) for layer in rounded for part in _sub_layers(layer)) / 2

@@ -19,7 +19,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
-from fp8plan.model.plan.choice import SpeedUp, speed_up
+from fp8plan.model.plan.choice import SpeedUp, power, speed_up
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.remedies import remedy_levers
@@ -34,7 +34,7 @@ CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 VERL: Final = "actor_rollout_ref.rollout"
 IN_FLIGHT: Final = (0.1, 0.25, 0.5, 1.0, 2.0)  # the same shares, of asynchronous training
 # Steps 2 to 8 and the first one of separate_async in benchmarks/results/verl_h100.jsonl.
-LAGGING: Final = "unknown; a run of verl one version behind: KL k3 9.8e-03 to 1.8e-02 instead of 5.4e-03"
+LAGGING: Final = "unknown; a run of verl one version behind: KL k3 9.8e-3 to 1.8e-2 instead of 5.4e-3"
 
 
 def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
@@ -84,7 +84,7 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         price = f"risk {levels[0]}"
         if levels[0] != levels[1]:
             price += f", {levels[1]} without"
-        kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
+        kl = f"KL k3 {power(with_it.expected.kl_k3)} instead of {power(without.expected.kl_k3)}"
         gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
         yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)

@@ -11,17 +11,16 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts
-from fp8plan.model.emit.trainers import TRAINERS
+from fp8plan.model.emit.trainers import ENGINE_E8M0, TRAINERS
 from fp8plan.model.emit.vllm import ignored
 from fp8plan.model.plan.candidates import risks_with
 from fp8plan.model.plan.choice import power, speed_up
 from fp8plan.model.plan.ways import ENDS, engine_with, matching_trainer
-from fp8plan.model.risk.remedies import BF16, Remedies
+from fp8plan.model.risk.remedies import BF16, POW2, Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.scene import Lever, Scene
 
-FEWEST_AND_MOST: Final = (ENDS[0], ENDS[-1])  # ends of the layers that have a row
-NONE: Final = Remedies()
+FEWEST_AND_MOST: Final = (ENDS[0], ENDS[-1])  # counts of first and last layers that have a row
 
 
 def remedy_levers(scene: Scene) -> Iterator[Lever]:
@@ -34,7 +33,7 @@ def remedy_levers(scene: Scene) -> Iterator[Lever]:
     if not setup.precision.in_blocks or setup.shape.stored is not None:
         return
     if any(own.keep_bf16):
-        yield from _lever(scene, replace(own, keep_bf16=NONE.keep_bf16), in_plan=True)
+        yield from _lever(scene, replace(own, keep_bf16=(0, 0)), in_plan=True)
     else:
         for ends in FEWEST_AND_MOST:
             if sum(ends) < setup.shape.num_layers:
@@ -61,7 +60,7 @@ def _lever(scene: Scene, other: Remedies, in_plan: bool = False) -> Iterator[Lev
     risk, _ = risks_with(other, engine.setup, scene.request)
     before, after = (run, scene.before) if in_plan else (scene.before, run)
     lower, higher = (choice.expected, risk) if in_plan else (risk, choice.expected)
-    remedy = _difference(own, other) if in_plan else _difference(other, own)
+    remedy = own.beyond(other) if in_plan else other.beyond(own)
     yield Lever(
         remedy.words(fp8_weights=True),
         f"plan with {remedy.options}",
@@ -73,15 +72,6 @@ def _lever(scene: Scene, other: Remedies, in_plan: bool = False) -> Iterator[Lev
         f"KL k3 {power(lower.kl_k3)} instead of {power(higher.kl_k3)}",
         in_plan,
         remedy=True,
-    )
-
-
-def _difference(more: Remedies, less: Remedies) -> Remedies:
-    """The remedies that the first has beyond the second."""
-    return Remedies(
-        more.router_replay and not less.router_replay,
-        BF16 if more.trainer_precision == less.trainer_precision else more.trainer_precision,
-        NONE.keep_bf16 if more.keep_bf16 == less.keep_bf16 else more.keep_bf16,
     )
 
 
@@ -98,10 +88,14 @@ def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, s
     if any(remedy.keep_bf16):
         pattern = ignored(replace(scene.choice.setup, keep_bf16=remedies.keep_bf16))[-1]
         return {"vllm": f"quantization_config ignore: {pattern}", "fp8plan": f"keep_bf16={remedies.keep_bf16}"}
-    words = {"vllm": "--enable-return-routed-experts"} if remedy.router_replay else {}
+    words = {}
+    if remedy.router_replay:
+        words["vllm"] = "--enable-return-routed-experts"
+    elif remedy.trainer_precision == POW2 and not scene.choice.setup.gpu.e8m0_scales:
+        words["vllm"] = f"{ENGINE_E8M0}=1"
     for trainer in TRAINERS:
         try:
-            words[trainer.name] = " ".join(trainer.words(remedy))
+            words[trainer.name] = trainer.typed(remedy)
         except ConfigError:  # a trainer without this remedy
             continue
     return words

@@ -330,7 +330,6 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
     same += ["routed_experts"] if limits.enable_return_routed_experts else []
-    same += [fields["keep_bf16"]] if fields.get("keep_bf16") else []
     same += [] if (imposed := limits.max_cudagraph_capture_size) is None else [imposed]
     same += [] if (caller := caller_of(fields)) == OWN else [caller]
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"

@@ -109,7 +109,8 @@ PATCHES: Final = (
     ),
     Patch(
         "reads",
-        "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl, kv_b_proj",
+        "quant_method, fp8_linear, weight_block_size, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl, "
+        "kv_b_proj",
         "worker/binding.py, worker/facts.py",
         "which kernels run, so which modules are laid out alike, and what latent attention computes of kv_b_proj",
     ),

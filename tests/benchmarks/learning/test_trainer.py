@@ -113,3 +113,7 @@ def test_replayed_experts_change_the_log_probs_and_are_counted(checkpoint: Path,
     assert not torch.equal(mine.logprobs(others), own)
     assert mine.routing_differs(others) > 0.5
     assert mine.logprobs(others).shape == own.shape
+    last = torch.arange(len(routes)), batch.first + batch.mask.sum(1) - 1  # no token is scored with their experts
+    routes = routes.clone()
+    routes[last] = (routes[last] + 1) % experts
+    assert mine.routing_differs(batch._replace(routes=routes)) == 0.0

@@ -96,6 +96,9 @@ def test_router_replay_is_refused_where_no_engine_returns_experts() -> None:
         plan(QWEN, "h200", SHORT, limits=off, remedies=replayed)
     with pytest.raises(ConfigError, match="planned for GPUs alone; leave --router-replay out"):
         plan(QWEN, "cpu", SHORT, remedies=replayed)
+    own = EngineLimits(enable_return_routed_experts=True)
+    with pytest.raises(ConfigError, match="experts is True, and Qwen/Qwen3-8B has no experts; leave enable_return"):
+        plan("Qwen/Qwen3-8B", "h200", SHORT, limits=own)
 
 
 def test_a_user_s_own_argument_of_vllm_is_predicted_too() -> None:

@@ -5,9 +5,11 @@ That they leave out the right modules of every family is tested on vLLM's own mo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,18 @@ def test_kept_layers_are_one_pattern_beside_the_others() -> None:
         assert [i for i in layers if matched(patterns, f"model.layers.{i}.{module}")] == [0, *layers[-2:]]
     with pytest.raises(ConfigError, match=r"keep_bf16 is \(40, 6\), and the model has 46 layers; allowed: fewer"):
         left_out(GLM, keep_bf16=(40, 6))
+    with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 1\), and the checkpoint holds its weights in FP8 \(fp8"):
+        vllm_kwargs(EngineSetup("Qwen/Qwen3-8B-FP8", "h200", "fp8_block", keep_bf16=(1, 1)))
+
+
+def test_layers_of_a_model_that_is_not_planned_are_counted_in_its_config(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for config in ({"num_hidden_layers": 5}, {"text_config": {"num_hidden_layers": 5}}):
+        file.write_text(json.dumps({"model_type": "unknown", **config}))
+        assert left_out(str(tmp_path), keep_bf16=(1, 2))[-1] == r"re:.*\.layers\.(0|3|4)\..*"
+    file.write_text(json.dumps({"model_type": "unknown"}))
+    with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 2\), and config.json of .* has no num_hidden_layers"):
+        left_out(str(tmp_path), keep_bf16=(1, 2))
 
 
 @pytest.mark.vllm

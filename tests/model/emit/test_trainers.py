@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import plans
@@ -10,7 +11,7 @@ import pytest
 from verl_config import composed
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.trainers import FP32_SCALES, PRIME_RL, TRAINERS, in_all_words
+from fp8plan.model.emit.trainers import FP32_SCALES, PRIME_RL, TRAINERS, TRL, in_all_words
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
@@ -88,18 +89,21 @@ def test_trl_replays_in_fp8plans_trainer_colocated() -> None:
 
 
 def test_notes_have_the_words_of_every_trainer() -> None:
-    remedies = Remedies(router_replay=True, trainer_precision="fp8_block")
+    remedies = Remedies(router_replay=True, trainer_precision="fp8_block_pow2")
     notes = json.loads(plan(remedies).emit("vllm"))["notes"]
     assert [note for note in notes if note.startswith("in the trainer: ")] == [
         f"in the trainer: {words}" for words in in_all_words(remedies)
     ]
+    replaying = [words.split(": ")[0] for words in in_all_words(REPLAY)]
+    assert replaying == ["verl", "TRL", "NeMo RL", "slime", "SkyRL", "prime-rl"]
     said = dict(words.split(": ", 1) for words in in_all_words(remedies))
-    assert list(said) == ["verl", "NeMo RL", "slime", "SkyRL", "prime-rl"]
     assert said["slime"] == (
         "--use-rollout-routing-replay --transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe blockwise "
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1"
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0"
     )
-    assert said["prime-rl"] == 'trainer.enable_router_replay = true trainer.model.quantization.type = "fp8"'
+    # A shell leaves Hydra's quotes, which make it text.
+    assert shlex.split(said["verl"])[-1] == f"+ray_kwargs.ray_init.runtime_env.env_vars.{FP32_SCALES}='0'"
+    assert said["prime-rl"].endswith('router_replay = true trainer.model.quantization.type = "fp8"  # on Blackwell')
     assert in_all_words(Remedies(keep_bf16=(1, 1))) == []
     assert json.loads(plan(Remedies()).emit("vllm"))["notes"] == []
 
@@ -110,10 +114,11 @@ def test_every_trainer_replays_and_has_a_recipe_for_each_precision_or_says_that_
         assert trainer.words(Remedies()) == ()
         for precision in TRAINER_PRECISIONS[1:]:
             remedies = Remedies(trainer_precision=precision)
-            if trainer is PRIME_RL and precision == "fp8_tensor":
-                with pytest.raises(ConfigError, match=r"prime-rl does not train in fp8_tensor; allowed: .*fp8_block"):
+            if trainer is TRL or (trainer is PRIME_RL and precision == "fp8_tensor"):
+                refusal = f"{trainer.name} does not train in {precision}; allowed: --trainer-precision bf16"
+                with pytest.raises(ConfigError, match=refusal):
                     trainer.words(remedies)
-                assert "prime-rl does not train in fp8_tensor" in in_all_words(remedies)[-1]
+                assert any(refusal in words for words in in_all_words(remedies))
             else:
                 words = " ".join(trainer.words(remedies))
                 assert ("tensorwise" in words) == (precision == "fp8_tensor")

@@ -111,6 +111,8 @@ def test_a_plan_of_a_schema_without_remedies_has_none() -> None:
     older = plans.saved().to_dict() | {"schema_version": "1.7"}
     del older["remedies"]
     assert Plan.from_json(json.dumps(older)) == plans.saved()
+    with pytest.raises(ConfigError, match="the plan: field 'remedies' is missing"):
+        Plan.from_json(json.dumps(older | {"schema_version": "1.8"}))
 
 
 def test_remedies_are_saved_and_reach_the_engine_of_every_choice() -> None:

@@ -33,6 +33,7 @@ from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, MismatchRisk, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, Simulated, Timeline, simulate
 from fp8plan.model.setup import EngineSetup
@@ -345,6 +346,8 @@ def test_what_has_no_whole_blocks_stays_in_bf16_and_the_plan_says_so(model: str)
         "down_proj of 1 layer (10,944 inputs on each GPU) stays in BF16, as vLLM quantises only multiples of 128 inputs"
     )
     assert f"FP8 weights: {said}." in Plan.from_json(answer.to_json()).reasons
+    kept = plan(model, "h200", WORK, remedies=Remedies(keep_bf16=(1, 0)))  # the layer that has it
+    assert not any("down_proj" in reason for reason in kept.reasons)
     emitted = json.loads(answer.emit("vllm", "fp8_block"))
     assert said in emitted["notes"]
     patterns = [pattern.removeprefix("re:") for pattern in emitted["engine_args"]["quantization_config"]["ignore"]]

@@ -123,15 +123,14 @@ def test_where_nothing_helps_the_reason_says_so() -> None:
     prediction = planned(EXPERTS, high(EXPERTS, "bf16") * 1.01)
     assert way(prediction, "fp8_block+fp8_kv") is None
     (reason,) = (x for x in prediction.plan.reasons if x.startswith("fp8_block+fp8_kv would be"))
-    assert reason.endswith("Its mismatch risk is moderate, and no remedy that is planned lowers it to low.")
+    assert reason.endswith("Its mismatch risk is moderate, and no remedy lowers it to low.")
 
 
 def test_where_no_precision_is_allowed_each_one_with_a_way_is_named() -> None:
     limit = (high(EXPERTS, "bf16") * high(EXPERTS, "bf16", REPLAY)) ** 0.5
     prediction = planned(EXPERTS, limit)
     assert prediction.plan.reasons[0].startswith("No precision stays within the risk budget")
-    assert prediction.plan.reasons[1].startswith("bf16: ")
-    assert "it needs router replay" in prediction.plan.reasons[1]
+    assert prediction.plan.reasons[1].startswith("The chosen bf16's mismatch risk is moderate; it needs router replay")
 
 
 def test_remedies_of_the_plan_stay_in_what_is_offered_further() -> None:
@@ -141,6 +140,35 @@ def test_remedies_of_the_plan_stay_in_what_is_offered_further() -> None:
     assert offered is not None
     assert offered.remedies.keep_bf16 >= (2, 2)
     assert offered.remedies != own
+
+
+def test_a_trainer_of_the_plan_is_no_further_change_of_the_training() -> None:
+    own, both = Remedies(trainer_precision=BLOCK), Remedies(True, BLOCK)
+    limit = (high(EXPERTS, "fp8_block", own) * high(EXPERTS, "fp8_block", both)) ** 0.5
+    prediction = planned(EXPERTS, limit, remedies=own)
+    offered = way(prediction, "fp8_block")
+    assert offered is not None
+    assert offered.remedies == both
+    (reason,) = (x for x in prediction.plan.reasons if "it also needs router replay: k3 " in x)
+    assert "training itself" not in reason
+
+
+def test_further_layers_are_kept_beside_those_of_the_plan() -> None:
+    limit = high(DENSE, "fp8_block", Remedies(keep_bf16=(4, 4))) * 1.01
+    offered = way(planned(DENSE, limit, remedies=Remedies(keep_bf16=(3, 0))), "fp8_block")
+    assert offered is not None
+    assert offered.remedies.keep_bf16 == (4, 4)
+    assert offered.kl_k3_high == pytest.approx(limit / 1.01)
+    limit = high(DENSE, "fp8_block", Remedies(keep_bf16=(4, 6))) * 1.01
+    assert way(planned(DENSE, limit, remedies=Remedies(keep_bf16=(0, 6))), "fp8_block") is None
+
+
+def test_of_the_chosen_precision_only_the_chosen_layout_has_a_way() -> None:
+    """Beside one that the budget rules out, the reason of a plan names its way."""
+    prediction = planned(EXPERTS, 1e-9)
+    chosen = prediction.chosen
+    faster = replace(chosen, step_s=chosen.seconds / 2)
+    assert list(ways([chosen, faster], 0, prediction.request, prediction.profile)) == [0]
 
 
 def test_a_choice_with_a_way_is_saved_and_read() -> None:

@@ -123,7 +123,8 @@ def test_an_fp8_trainer_makes_a_mismatch_of_its_own() -> None:
     """Who rounds makes no difference: the trainer against BF16 rollouts, or the rollout against a BF16 trainer."""
     trainer, rollout = risk(MOE, BF16, SAME_GRID), risk(MOE, FP8_BLOCK, Remedies())
     assert trainer.kl_k3 == pytest.approx(rollout.kl_k3, rel=0.01)
-    assert any("in fp8_block and the rollout's in bf16" in reason for reason in trainer.reasons)
+    assert any("in fp8_block and the rollout's in bf16: the trainer's" in reason for reason in trainer.reasons)
+    assert not any("--trainer-precision" in reason for reason in trainer.reasons)
 
 
 @pytest.mark.parametrize("shape", [DENSE, MOE])
@@ -134,6 +135,11 @@ def test_a_trainer_on_the_rollouts_grid_is_never_worse(shape: ModelShape, precis
     assert same.kl_k3_low < plain.kl_k3_low
     assert same.kl_k3_high <= plain.kl_k3_high
     assert any("the very weights" in reason for reason in same.reasons)
+
+
+def test_the_reason_for_a_trainer_on_another_grid_names_the_option_for_the_rollout_s() -> None:
+    other = risk(DENSE, FP8_BLOCK, Remedies(trainer_precision="fp8_tensor"))
+    assert "--trainer-precision fp8_block has the rollout's grid" in other.reasons
 
 
 def test_the_kv_caches_part_stays() -> None:
@@ -155,7 +161,7 @@ def test_first_and_last_layers_in_bf16_are_not_counted(ends: tuple[int, int], le
     assert kept.kl_k3 == pytest.approx(
         risk(DENSE, BF16, Remedies()).kl_k3 * (1 - left / 36) + risk(DENSE, FP8_BLOCK, Remedies()).kl_k3 * left / 36
     )
-    assert any("linears in BF16" in reason for reason in kept.reasons) == (ends != (0, 0))
+    assert any("first and last layers" in reason for reason in kept.reasons) == (ends != (0, 0))
     assert risk(DENSE, BF16, remedies) == risk(DENSE, BF16, Remedies())
 
 
@@ -240,6 +246,26 @@ def test_every_row_with_a_remedy_is_predicted_without_its_source() -> None:
     same = [row.residual for row in rows if row.observation.setting.same_grid]
     spread = sqrt(fmean(x**2 for x in same)) * float(t.ppf(0.95, len(same))) / Z90
     assert pytest.approx(sqrt(spread**2 - fitted.noise_sd**2), abs=0.02) == SAME_GRID_SD
+
+
+def test_the_linears_of_an_fp8_trainer_are_those_of_one_gpu_whatever_the_layout_of_a_bf16_rollout() -> None:
+    """vLLM leaves down_proj of Qwen3-4B in BF16 on 8 GPUs, where FP8 weights would not be whole blocks."""
+    shape = ModelShape.from_hf("Qwen/Qwen3-4B")
+
+    def kl(precision: Precision, gpus: int) -> float:
+        return mismatch_risk(shape, precision, [1024], tensor_parallel_size=gpus, remedies=SAME_GRID).kl_k3
+
+    assert kl(BF16, 8) == kl(BF16, 1)
+    assert kl(FP8_BLOCK, 8) < kl(FP8_BLOCK, 1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [((1, 1), "first and last layer"), ((0, 1), "last layer"), ((2, 1), "first 2 and last 1 layers"), ((0, 0), None)],
+)
+def test_kept_layers_are_named_by_their_numbers(ends: tuple[int, int], words: str | None) -> None:
+    assert Remedies(keep_bf16=ends).words(fp8_weights=True) == (f"the {words} in BF16" if words else "")
+    assert Remedies(keep_bf16=ends).words(fp8_weights=False) == ""
 
 
 def test_an_unknown_trainer_is_one_clear_error() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.choice import power
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.rl_step import StepTimes
@@ -78,7 +79,7 @@ def test_the_precision_is_worth_what_the_plan_says(tuned: Tuned, found: dict[str
             lever = every[name]
             assert (lever.before_s, lever.after_s) == (choices[without].makespan_s, choices[with_it].makespan_s)
             assert lever.in_plan == (plan.select().precision == with_it)
-            assert lever.mismatch == f"KL k3 {choices[with_it].kl_k3:.1e} instead of {choices[without].kl_k3:.1e}"
+            assert lever.mismatch == f"KL k3 {power(choices[with_it].kl_k3)} instead of {power(choices[without].kl_k3)}"
 
 
 def test_more_gpus_a_cap_and_samples_are_plans_of_the_same(tuned: Tuned, found: dict[str, Lever]) -> None:

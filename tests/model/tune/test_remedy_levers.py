@@ -74,8 +74,12 @@ def test_words_are_the_engine_s_and_the_trainers_own() -> None:
     rows = found(EXPERTS, Remedies())
     assert rows[REPLAY].words["vllm"] == "--enable-return-routed-experts"
     assert rows[REPLAY].words["slime"] == "--use-rollout-routing-replay"
+    assert rows[REPLAY].words["TRL"] == "fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)"
     assert rows[KEPT].words["vllm"].endswith(r"re:.*\.layers\.(0|47)\..*")
     assert rows[KEPT].words["fp8plan"] == "keep_bf16=(1, 1)"
+    assert "vllm" not in rows[TRAINED].words
+    followed = found(EXPERTS, Remedies(trainer_precision="fp8_block_pow2"))["a trainer in fp8_block_pow2"]
+    assert followed.words["vllm"] == "VLLM_USE_DEEP_GEMM_E8M0=1"
 
 
 def test_remedies_are_in_the_table_even_where_they_change_no_time() -> None:

@@ -3,7 +3,7 @@
 . ~/lease.env
 export OMP_NUM_THREADS=1
 teach moe &
-kernels benchmarks/learning/gpus/shapes/qk-norm # which has the layers beside experts
+kernels benchmarks/learning/gpus/shapes/moe
 wait
 python3 -m benchmarks.learning.run ~/res/learning --policy moe --device cuda --at-once "${MOE_AT_ONCE:-6}" --memory 0.3 \
     --seeds 4 --micro-tokens 8192 --arms fp8 fp8-replay --arms bf16 &

@@ -11,8 +11,9 @@ probe() { # NAME PRECISION: twice, as a start may fail while other engines take 
     local to=$out/$1/$2
     mkdir -p "$out/$1"
     for _ in 1 2; do
+        [ ! -e "$to.json" ] || mv "$to.json" "$to.first.json" # of a try that found a part
         timeout 420 python3 -m benchmarks.gpu.remedies $models/"$1"/model --policy "$1" --precision "$2" --gpu "$(gpu)" \
-            --output "$to.json" > "$to.log" 2>&1 && echo "$1 in $2: probed after $SECONDS s" && return
+            --output "$to.json" >> "$to.log" 2>&1 && echo "$1 in $2: probed after $SECONDS s" && return
         sleep 5
     done
     echo "$1 in $2: no probe, or not all of it"
@@ -31,7 +32,7 @@ python3 -m benchmarks.learning.policies smollm2 $models/smollm2/model &
 smollm2=$!
 python3 -m benchmarks.learning.policies gemma $models/gemma/model || exit 1
 wait $smollm2 || exit 1
-kernels $models/{gemma,smollm2}/model benchmarks/learning/gpus/shapes/qk-norm # which has the layers beside experts
+kernels $models/{gemma,smollm2}/model benchmarks/learning/gpus/shapes/moe
 echo "small models written after $SECONDS s"
 probes smollm2
 probes gemma

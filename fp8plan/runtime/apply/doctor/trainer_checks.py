@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, TRL, in_all_words, two_grids
+from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, TRAINER_PRECISIONS, Remedies
 from fp8plan.runtime.apply.doctor.observed import NOTHING, Finding, Observed, fault, needs_e8m0, ok, unknown, warning
 
 OF_TRAINERS: Final = (
     "your own loop: fp8plan.replayed",
-    f"{TRL.name}: {TRL.router_replay[0]}",
     *in_all_words(Remedies(router_replay=True)),
 )
 REPLAY: Final = (
     "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer ("
     f"{'; '.join(OF_TRAINERS)}); else keep token-level TIS, and watch the KL"
 )
-PER_TENSOR: Final = "fp8_per_tensor"  # vLLM's name of it, online
+# vLLM's names of FP8 with one scale for each matrix, which it makes of a BF16 checkpoint.
+PER_TENSOR: Final = "fp8_per_tensor"
+PER_TENSOR_METHOD: Final = "Fp8PerTensorOnlineLinearMethod"
 ALONE: Final = "run the rollout with FP8 weights (fp8plan plan ... --trainer-precision), or train in BF16"
 
 
@@ -44,7 +45,7 @@ def trainer(seen: Observed) -> Finding:
     """Trainer and engine round weights and activations to the same numbers, or the trainer does not round."""
     theirs, ours = seen.trainer_precision, _grid(seen)
     if ours is None:
-        return unknown("trainer", seen.unseen.get("ranks", NOTHING))
+        return unknown("trainer", _untold(seen))
     if theirs is None:
         todo = f"--trainer-precision {'|'.join(TRAINER_PRECISIONS)}, in Python doctor(..., trainer_precision=)"
         return unknown("trainer", f"the trainer's precision is not told; type: {todo}")
@@ -54,12 +55,12 @@ def trainer(seen: Observed) -> Finding:
         return fault("trainer", "recipes_differ", differing, _same(seen, ours))
     says = f"the trainer has {GRIDS[theirs]}, and the engine {GRIDS[ours]}"
     if theirs == BF16:
-        return ok("trainer", f"{says}: all of its rounding is mismatch")
-    return warning("trainer", "trainer_fp8_alone", f"{says}: the trainer's rounding is all mismatch", ALONE)
+        return ok("trainer", f"{says}: the engine's rounding adds to the mismatch")
+    return warning("trainer", "trainer_fp8_alone", f"{says}: the trainer's rounding adds to the mismatch", ALONE)
 
 
 def _same(seen: Observed, ours: str) -> str:
-    """The way to one grid: the trainer's words for the engine's, or the engine's for the trainer's."""
+    """Return what to type so that both have one grid: in the trainer, or in the engine if its GPU allows."""
     words = "; ".join(in_all_words(Remedies(trainer_precision=ours)))
     todo = f"in the trainer, for {GRIDS[ours]}: {words}"
     variables = {BLOCK: "0", POW2: "1"}
@@ -74,4 +75,12 @@ def _grid(seen: Observed) -> str | None:
         return BF16
     if seen.facts.get("e8m0") is not None:
         return POW2 if seen.facts["e8m0"] else BLOCK
-    return TENSOR if seen.weights_format == PER_TENSOR else None
+    by_layers = any(PER_TENSOR_METHOD in kind for kind in seen.facts.get("layers", ()))
+    return TENSOR if by_layers or seen.weights_format == PER_TENSOR else None
+
+
+def _untold(seen: Observed) -> str:
+    """The reason why the engine's grid is not known."""
+    if seen.weights_format and "e8m0" in seen.facts:
+        return f"the engine's weights are {seen.weights_format}, whose scales are none that the doctor compares"
+    return seen.unseen.get("ranks", NOTHING)

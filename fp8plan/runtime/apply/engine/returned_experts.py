@@ -3,7 +3,7 @@
 An output of vLLM has them in `outputs[j].routed_experts`, once it has ended: a numpy array (tokens, layers, experts per
 token), uint8, or uint16 above 256 experts. The tokens are the prompt's and the response's without the last one, which
 was never an input; `SamplingParams.routed_experts_prompt_start` leaves the first ones out. The layers are all hidden
-layers. Those without experts have zeros.
+layers. Those without experts have zeros. A request that was aborted before its first token has None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPTION: Final = "enable_return_routed_experts"  # vLLM's, and a field of EngineL
 
 
 def refuse_dense(limits: EngineLimits, config: Mapping[str, Any], model: str) -> None:
-    """Raise ConfigError if an engine that is to return experts has a model without. config: its config.json"""
+    """Raise ConfigError for limits with returned experts and a model without experts. config: its config.json"""
     if not limits.enable_return_routed_experts:
         return
     levels = [config, *(config[name] for name in NESTED if isinstance(config.get(name), Mapping))]

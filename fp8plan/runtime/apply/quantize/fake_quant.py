@@ -8,8 +8,8 @@
 Values are dequantised and multiplied in FP32, and the result is rounded once. An FP8 GEMM adds exact products in FP32,
 too. Dequantised values in BF16 would be rounded a second time, by up to 1/256, and vLLM's are not.
 
-Powers of two are rounded from the BF16 weight at once. vLLM with E8M0 on Hopper rounds twice: to FP32 scales, and these
-again (requant_weight_ue8m0_inplace).
+With powers of two, a BF16 weight is rounded once. vLLM with E8M0 on Hopper rounds it twice: first with FP32 scales,
+then with powers of two (requant_weight_ue8m0_inplace).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rounded_up(scale: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """Return the scale of activations. A tensor divides exactly on a GPU, where a number becomes a factor."""
+    """Return the scale of activations. On a GPU, PyTorch divides by a tensor exactly, and by a number it does not."""
     return largest.clamp(GROUP_FLOOR) / largest.new_tensor(E4M3_MAX)
 
 

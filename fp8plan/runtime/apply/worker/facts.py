@@ -117,9 +117,13 @@ def _routers(model: Any) -> dict[str, int]:
 
 
 def _uses_e8m0(model: Any) -> bool | None:
-    """Return True if a kernel uses DeepGEMM's E8M0 scales. Kernels keep the setting that they were made with."""
-    kernels = [getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules()]
-    kernels = [kernel for kernel in kernels if kernel is not None]
+    """Return True if a kernel uses DeepGEMM's E8M0 scales, None without a linear in FP8 blocks.
+
+    Kernels keep the setting that they were made with.
+    """
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    in_blocks = [m for m in methods if m is not None and getattr(m, "weight_block_size", None) is not None]
+    kernels = [method.fp8_linear for method in in_blocks if hasattr(method, "fp8_linear")]
     if not kernels:
         return None
     parts = [part for kernel in kernels for part in (kernel, getattr(kernel, "fallback", None))]

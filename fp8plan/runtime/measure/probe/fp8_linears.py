@@ -1,11 +1,11 @@
-"""Linears of the reference in a trainer's FP8: those that the engine has in FP8, its experts among them.
+"""The reference's linears in a trainer's FP8. They are those that the engine has in FP8, experts included.
 
     with fp8_linears(decoder, "fp8_block", ignored):
         ...                                      # a forward pass rounds weights and activations
 
 The weights stay in BF16, and each forward pass rounds them anew. So the model needs no more memory, and has its own
-linears again afterwards. A matrix is rounded on its own, while vLLM fuses Q, K and V, and gate and up. Both are the
-same if the parts have multiples of 128 rows.
+linears again afterwards. Each matrix is rounded on its own. vLLM rounds Q, K and V as one, and gate and up. The results
+are the same if the parts have multiples of 128 rows.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ An engine of each precision, one after the other, samples responses with their l
 scores the same tokens. The result holds for these prompts, this checkpoint and the start of a run; the Monitor follows
 the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
 
-The trainer computes in BF16, or with `remedies` as they say. All trainers score the samples of one engine. Another
-engine is started only for layers that the rollout keeps in BF16, and the trainer keeps the same.
+The trainer computes in BF16, or with `remedies` as they say. All trainers score the samples of one engine. Each number
+of layers kept in BF16 has an engine of its own, and the trainer keeps the same layers.
 
 With `SampleSettings(after=..., top_k=...)` the trainer's model is one of a later step, which the engine got by a sparse
 sync. The KL that top-k adds is this KL less that of a probe without `top_k`.
@@ -192,7 +192,7 @@ def _score(
     findings: dict[_Engine, list[Probed]],
     settings: SampleSettings,
 ) -> None:
-    """Replace the findings of each engine with samples by a comparison with each trainer's log-probs.
+    """Let each trainer score the samples of each engine. The comparison replaces the engine's finding.
 
     setup: an engine with FP8 weights; trainers in FP8 keep the same linears in BF16
     """
@@ -237,7 +237,7 @@ def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> In
 
 
 def _refuse_replay_without_experts(model_path: str, remedies: Sequence[Remedies]) -> None:
-    """Raise ConfigError if experts are to be replayed that the model does not have. An unknown model may have some."""
+    """Raise ConfigError for router replay in a model without experts. A model that cannot be read may have some."""
     if not any(each.router_replay for each in remedies):
         return
     try:

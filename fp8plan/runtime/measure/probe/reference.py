@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import BF16
 from fp8plan.runtime.measure.probe.fp8_linears import fp8_linears
 from fp8plan.runtime.measure.probe.sampling import Sampled
-from fp8plan.runtime.replay import recorded, replayed
+from fp8plan.runtime.replay import has_routers, recorded, replayed
 from fp8plan.runtime.routes import padded_routes, share_differing
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ class Scores(NamedTuple):
     """The reference's side of some samples.
 
     logprobs:       of every response token of each sample: [tokens of its response] float32 on the CPU
-    experts_differ: share of response tokens for which its routers pick other experts than the engine in some layer;
-                    None if the engine did not return its experts
+    experts_differ: as in Probed
     """
 
     logprobs: list[torch.Tensor]
@@ -51,6 +52,7 @@ class Reference:
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).to(device).eval()
         self.device, self._body, self._head = device, model.get_decoder(), model.get_output_embeddings()
+        self._recordable = has_routers(self._body)
         self._refuse_other_heads(model, model_path)
 
     def computing_in(self, precision: str, ignored: Sequence[str]) -> AbstractContextManager[None]:
@@ -79,16 +81,16 @@ class Reference:
         import torch
 
         scores: list[Any] = [torch.empty(0)] * len(samples)
-        differing, tokens = 0.0, 0
+        shares, counts = [], []
         budget = tokens_at_once or TOKENS_AT_ONCE[self.device]
         for rows in batches([len(s.prompt) + len(s.response) for s in samples], budget):
             scored, share = self._batch([samples[i] for i in rows], temperature, router_replay)
             for i, values in zip(rows, scored, strict=True):
                 scores[i] = values
-            count = sum(map(len, scored))
-            differing, tokens = differing + count * (share or 0.0), tokens + count
-        routed = tokens and all(s.experts is not None for s in samples)
-        return Scores(scores, differing / tokens if routed else None)
+            if share is not None:
+                shares.append(share)
+                counts.append(sum(map(len, scored)))
+        return Scores(scores, float(np.average(shares, weights=counts)) if shares else None)
 
     def _batch(
         self, samples: Sequence[Sampled], temperature: float, router_replay: bool
@@ -114,16 +116,15 @@ class Reference:
         import torch
 
         routes = [s.experts for s in samples if s.experts is not None]
-        if not routes:
-            if router_replay:
-                raise ConfigError("the samples have no experts of the engine to replay; sample with routed_experts")
+        if router_replay and not routes:
+            raise ConfigError("the samples have no experts of the engine to replay; sample with routed_experts")
+        if not routes or not (router_replay or self._recordable):
             return self._body(input_ids=tokens, use_cache=False).last_hidden_state, None
         lengths = torch.tensor([len(s.prompt) + len(s.response) for s in samples])
         picked = padded_routes(routes, torch.arange(tokens.shape[1]) < lengths[:, None])
         with replayed(self._body, picked) if router_replay else recorded(self._body) as seen:
             states = self._body(input_ids=tokens, use_cache=False).last_hidden_state
-        own = seen.own_choice.reshape(picked.shape).cpu()
-        return states, share_differing(picked, own, before).tokens
+        return states, share_differing(picked, seen.own_choice.reshape(picked.shape), before).tokens
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probs of targets [tokens] from hidden states [tokens, width]: [tokens] float32."""

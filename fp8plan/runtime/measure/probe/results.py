@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import find_precision
+from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.risk.fit import OBSERVATIONS
 from fp8plan.model.risk.remedies import BF16, Remedies
 from fp8plan.model.risk.theory import NO_REMEDIES, has_qkv_bias, setting_of
@@ -136,9 +136,9 @@ class Probed:
     predicted:     kl_k3 that fp8plan.model.risk.expected expects, with its 90% band; None for models it does not cover
     facts:         facts of the engine (kernels, attention, e8m0, ...), and the origin of its KV scales
     seconds:       sample (with the engine's start), score
-    remedies:      those that `in_effect` leaves of the run's
-    experts_differ: share of tokens for which trainer and engine pick other experts in some layer, without replay; None
-                   if the engine did not return its experts
+    remedies:      the run's, without those that change nothing for this precision (`in_effect`)
+    experts_differ: share of response tokens for which the trainer's own routers pick other experts than the engine in
+                   some layer; None if the engine returned no experts, or `replayed` does not know these routers
     """
 
     precision: str
@@ -176,7 +176,7 @@ class Probed:
 class Probe:
     """The result of `probe`: the findings of each precision, and the model, engine and settings behind them.
 
-    findings: a Probed for each precision and each of its remedies, in the order in which they were asked for
+    findings: a Probed for each precision and each of its remedies. Those of one engine follow each other
     """
 
     model: str
@@ -221,8 +221,14 @@ class Probe:
 
 def in_effect(remedies: Remedies, precision: str) -> Remedies:
     """The remedies that change the mismatch of a precision. Layers are kept in BF16 only beside linears in FP8."""
-    in_fp8 = find_precision(precision).weights != BF16 or remedies.trainer_precision != BF16
-    return remedies if in_fp8 else replace(remedies, keep_bf16=(0, 0))
+    if _has_fp8_linears(find_precision(precision), remedies):
+        return remedies
+    return replace(remedies, keep_bf16=(0, 0))
+
+
+def _has_fp8_linears(preset: Precision, remedies: Remedies) -> bool:
+    """Return True if the engine or the trainer has linears in FP8."""
+    return preset.weights != BF16 or remedies.trainer_precision != BF16
 
 
 def _plain(mismatch: Mismatch) -> dict[str, Any]:
@@ -242,7 +248,7 @@ def columns() -> list[str]:
 
 
 def observations(probe: Probe) -> list[dict[str, str]]:
-    """A row for each precision and trainer, with the interval as the range. None with layers kept in BF16.
+    """A row for each precision and trainer, with the interval as the range. Layers kept in BF16 have no rows.
 
     Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
     is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
@@ -293,8 +299,7 @@ def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
     remedies = probed.remedies
     ess = (probed.figures or {})["ess_raw"].value
     setting = setting_of(shape, preset, remedies=remedies)
-    in_fp8 = preset.weights != BF16 or remedies.trainer_precision != BF16
-    partly = in_fp8 and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
+    partly = _has_fp8_linears(preset, remedies) and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
     fitted = not find_gpu(probe.gpu).is_cpu and not probed.invalid and kl.low > 0 and not partly
     values: dict[str, Any] = {
         "source": SOURCE,

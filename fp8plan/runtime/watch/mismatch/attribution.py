@@ -1,15 +1,13 @@
 """The observed KL, split by cause: staleness, routing, sampling, precision, and the rest.
 
     parts = attributed(mismatch, synced=..., replayed=..., sampling=..., expected=Expected(2e-3, 1e-3, 4e-3))
-    sentence(parts)            "KL 6e-3: 4e-3 staleness, 2e-3 precision"
 
 The trainer's policy differs from the one that sampled for several reasons, one after the other:
 
     trainer -- staleness -- synced weights -- routing -- engine's experts -- precision -- engine -- sampling -- sample
 
 k1 = mean(rollout - train log-prob) is a sum over tokens, so a policy between the two ends splits it exactly. k3 has the
-same expectation if the mean ratio is 1, and far less noise. Each part is therefore a k3, or a difference of two. Causes
-that nothing here tells apart stay one part, which names them all.
+same expectation if the mean ratio is 1, and far less noise. Each part is therefore a k3, or a difference of two.
 
 staleness  k3(train, rollout) - k3(synced, rollout), where `synced` are the trainer's log-probs under the very weights
            that sampled; without them a lower bound, from the tokens of the newest weights in the batch
@@ -20,8 +18,7 @@ sampling   vLLM renormalises over the kept tokens. Their mass M under the weight
            k3 = E[M] - 1 - E[log M], and the mean ratio is E[M]. -log is convex and M lies in [top_p, 1], or hardly
            below: E[-log M] lies between -log E[M] (Jensen) and the chord (1 - E[M]) / (1 - top_p) * -log top_p. The
            expected precision chooses between the two
-precision  the remaining KL, up to the most that the plan or the probe expects. Lower precision changes the routing of
-           experts, too: without `replayed` the two are one part
+precision  the remaining KL, up to the most that plan or probe expects. Without `replayed` it is one part with routing
 rest       the remainder
 """
 
@@ -89,7 +86,7 @@ def attributed(
     parts: list[Part] = []
     open_causes: list[str] = []  # causes that cannot be told from the rest here
     engine, left = mismatch, total  # the policy that is known to be nearest to the engine's, and the KL without a part
-    if synced is not None and isfinite(synced.k3):  # else its log-probs are NaN
+    if synced is not None and isfinite(synced.k3):  # else a ratio overflows
         parts.append(_measured(STALENESS, total - synced.k3, left))
         engine = synced
     elif (stale := _by_version(mismatch)) is not None:
@@ -103,6 +100,9 @@ def attributed(
         parts.append(routing)
         engine, left, precision = replayed, left - routing.kl, (PRECISION,)
         expected = None if expected is None else expected.less(routing.kl)
+    elif routed and expected is not None and expected.replayed:  # routing comes on top of what is expected
+        open_causes.append(ROUTING)
+        precision = (PRECISION,)
     cut = _sampled(engine, sampling, max(left, 0.0))
     if cut is None:
         open_causes.append(SAMPLING)
@@ -165,7 +165,7 @@ def sentence(parts: Sequence[Part | KlPart], differing: float | None = None) -> 
     """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
 
     parts:     those of `attributed`, or of a record
-    differing: share of the tokens that trainer and engine route differently; None: not known
+    differing: share of the tokens for which the trainer's routers pick other experts; None: not known
     """
     sizes = [(part.kl or 0.0, part.causes) for part in parts]
     total = sum(kl for kl, _ in sizes)
@@ -176,8 +176,8 @@ def sentence(parts: Sequence[Part | KlPart], differing: float | None = None) -> 
         words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
     if not words:
         return ""
-    experts = "" if differing is None else f"; {differing:.1%} of the tokens have other experts in the trainer"
-    return f"KL {_short(total)}: {words}{experts}"
+    kl = f"KL {_short(total)}: {words}"
+    return kl if differing is None else f"{kl}; routers of trainer and engine disagree on {differing:.1%} of the tokens"
 
 
 def _short(kl: float) -> str:

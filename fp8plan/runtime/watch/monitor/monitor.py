@@ -97,7 +97,7 @@ class Monitor:
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     probe:      the result of `fp8plan.probe` for the precision that runs; `step.attribution` prefers it to the plan
     sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
-    router_replay: the trainer's log-probs have the experts that the engine picked: no part of the KL is routing
+    router_replay: the trainer's log-probs have the engine's experts: no part of the KL is routing. None: as planned
     group:      process group of the ranks that share the batch; None: all
     sequence_group: process group of the ranks that hold pieces of the same sequences, as under context or sequence
                 parallelism: each passes its piece of every sequence. It is a part of `group`. None: each rank's
@@ -128,7 +128,7 @@ class Monitor:
         facts: EngineFacts | None = None,
         probe: Probe | None = None,
         sampling: Any = None,
-        router_replay: bool = False,
+        router_replay: bool | None = None,
         group: Any = None,
         sequence_group: Any = None,
     ) -> None:
@@ -146,9 +146,10 @@ class Monitor:
         if probe is not None:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
-        model = getattr(self._other_engine(), "model", None) if plan is None else plan.model
-        self._remedies = replace(Remedies() if plan is None else plan.remedies, router_replay=router_replay)
-        self._expected, self._routed = self._expectation(), not router_replay and has_experts(model)
+        model = getattr(self._witness.running(), "model", None) if plan is None else plan.model
+        planned = Remedies() if plan is None else plan.remedies
+        self._remedies = planned if router_replay is None else replace(planned, router_replay=router_replay)
+        self._expected, self._routed = self._expectation(), not self._remedies.router_replay and has_experts(model)
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
@@ -199,8 +200,7 @@ class Monitor:
                   every rank or on none. They separate staleness from precision in `step.attribution`
         replayed_logprobs: the trainer's log-probs with the experts that the engine picked for each token, and with the
                   weights of synced_logprobs, or else of train_logprobs; likewise. They separate routing from precision
-        routing_differs: the share of this rank's tokens for which trainer and engine pick another expert in at least
-                  one layer; NaN: not known; likewise. That of all ranks goes into the record (schemas.ROUTING_DIFFERS)
+        routing_differs: the share of this rank's tokens with another expert in some layer; NaN: not known; likewise
         fresh:    the trainer still has the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's rollouts since the last step
@@ -221,7 +221,6 @@ class Monitor:
         names = "synced_logprobs", "replayed_logprobs", "routing_differs"
         optional = zip(names, (synced_logprobs, replayed_logprobs, routing_differs), strict=True)
         ways = {name: None if value is None else "present" for name, value in optional}
-
         try:
             if self.sequence_group is not None:  # its ranks meet in each `pack`
                 gathered(None, ways, self.sequence_group)
@@ -242,6 +241,8 @@ class Monitor:
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch, ways)
         nearer = {name: other.reduced(self.group).metrics() for name, other in others.items()}
+        enough = (1.0 - self.controller.limits.invalid) * mismatch.tokens
+        nearer = {name: side for name, side in nearer.items() if side.tokens >= enough}
         if routed is not None:
             own[ROUTING_DIFFERS] = share_of_all(routed, self.group)
         correction = correct(tokens, self.settings, self.group, update[0])
@@ -272,8 +273,7 @@ class Monitor:
     def _decided(self, mismatch: Mismatch, ways: dict[str, Any]) -> Update:
         """The first rank's update, for all ranks. ways: further settings of the step, which all ranks share
 
-        Ranks have the same sums, but may differ by rounding or in the checkpoint. Raises
-        ConfigError, on all ranks, if they correct in different ways.
+        Ranks may differ by rounding or in the checkpoint. Raises ConfigError, on all, if they correct in other ways.
         """
         self._follow_precision()
         own = self.controller.update(self.state, mismatch, self._witness.can)
@@ -337,13 +337,10 @@ class Monitor:
 
     def _expectation(self) -> Expected | None:
         """The expected KL of the precision that runs, from the probe or else from the plan."""
-        choice, other = self._precision(), self._other_engine()
+        choice = self._precision()
+        other = self._witness.running() if self.engine is None else None
         running = choice if other is None else other.precision
         return expectation(self._probe, self._plan, running, choice, self._remedies)
-
-    def _other_engine(self) -> EngineFacts | None:
-        """Facts about an engine that is not fp8plan's; None: not known."""
-        return self._witness.running() if self.engine is None else None
 
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step; None, with a warning, for a malformed one."""

@@ -160,7 +160,7 @@ def test_the_kl_by_cause(tmp_path: Path) -> None:
     record = {"step": 1, "metrics": FINE | {"fp8plan/routing_differs": 0.94}, "attribution": parts}
     (tmp_path / "run.jsonl").write_text(line(record))
     (finding,) = [one for one in fp8plan.doctor(tmp_path / "run.jsonl").findings if one.check == "mismatch"]
-    assert finding.says.endswith("2e-3 precision or routing; 94.0% of the tokens have other experts in the trainer")
+    assert finding.says.endswith("precision or routing; routers of trainer and engine disagree on 94.0% of the tokens")
 
 
 def test_a_run_beside_an_fp8_trainer(tmp_path: Path) -> None:

@@ -114,9 +114,6 @@ def test_a_trainer_that_replays_routes_all_tokens_as_the_engine_did(batch: Rollo
     assert share_differing(batch.routes, used.to(torch.int16), batch.mask) == (0, 0)
     assert 0 < replay.differing(batch.mask).choices <= without.choices
     assert k3(batch, logits) < k3(batch, alone) / 5
-    print(
-        f"{dtype}: {without.tokens:.1%} of tokens differ without; k3 {k3(batch, alone):.1e} -> {k3(batch, logits):.1e}"
-    )
 
 
 @torch.no_grad()
@@ -152,6 +149,10 @@ def test_an_output_has_routes_of_prompt_and_response_also_from_the_prefix_cache(
     how.routed_experts_prompt_start = len(prompt)
     (output,) = engine.generate([{"prompt_token_ids": prompt}], how, routed_experts=True)
     assert [len(response.routed_experts) for response in output.outputs] == [2, 2]
+    stop = output.outputs[0].token_ids[0]
+    stopped = SamplingParams(temperature=1.0, seed=1, max_tokens=3, stop_token_ids=[stop], ignore_eos=True)
+    response = engine.generate([{"prompt_token_ids": prompt}], stopped, routed_experts=True)[0].outputs[0]
+    assert len(response.routed_experts) == len(prompt) + len(response.token_ids) - 1
 
 
 @torch.no_grad()

@@ -71,6 +71,22 @@ def test_every_layer_says_what_reads_its_kv_cache(kinds: tuple[Any, ...], named:
 
 
 @pytest.mark.vllm
+def test_only_linears_in_fp8_blocks_have_a_kind_of_scales() -> None:
+    """vLLM's method of one scale for each matrix has a kernel, too, and None as its blocks."""
+
+    kernel = SimpleNamespace(use_deep_gemm_e8m0=True)
+    for block, called, e8m0 in (
+        (None, kernel, None),
+        ([128, 128], kernel, True),
+        ([128, 128], SimpleNamespace(fallback=kernel), True),
+        ([128, 128], SimpleNamespace(), False),
+    ):
+        layer, method = torch.nn.Linear(1, 1), SimpleNamespace(fp8_linear=called, weight_block_size=block)
+        layer.quant_method = method  # type: ignore[assignment]
+        assert facts_of(torch.nn.Linear(1, 1), layer)["e8m0"] is e8m0
+
+
+@pytest.mark.vllm
 def test_a_cache_is_fp8_if_a_layers_is() -> None:
     plain, fp8 = attention(implementation(FLASH), "auto"), attention(implementation(FLASH))
     assert facts_of(plain, fp8)["kv_cache_dtype"] == facts_of(fp8, plain)["kv_cache_dtype"] == "fp8_e4m3"

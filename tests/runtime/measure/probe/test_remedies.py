@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from tiny_models import checkpoint, experts_or_skip, forget_groups
 
+from benchmarks.gpu.remedies import remedies_of
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.risk.remedies import Remedies
@@ -20,7 +21,7 @@ from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
 from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, in_effect, observations
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings
-from fp8plan.runtime.replay import recorded
+from fp8plan.runtime.replay import RULES, recorded
 from fp8plan.views.findings import probe_report
 from tools.risk_report import read_observations
 
@@ -109,9 +110,7 @@ def test_router_replay_lowers_the_mismatch_of_experts() -> None:
     samples = moe_samples(reference, "fp8_block")
     plain, replayed = kl(reference, samples), kl(reference, samples, router_replay=True)
     assert replayed.high < plain.low
-    differ = reference.score(samples).experts_differ
-    assert differ is not None
-    assert 0.05 < differ < 0.95
+    assert 0.05 < reference.score(samples).experts_differ < 0.95
 
 
 def test_an_engine_that_computes_like_the_trainer_picks_the_same_experts() -> None:
@@ -134,6 +133,17 @@ def test_samples_without_experts_cannot_be_replayed() -> None:
     assert reference.score(rows).experts_differ is None
 
 
+def test_a_reference_with_unknown_routers_is_scored_without_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = moe_samples(Reference(str(checkpoint("moe", "a"))), "bf16")
+    monkeypatch.delitem(RULES, "Qwen3MoeTopKRouter")
+    reference = Reference(str(checkpoint("moe", "a")))
+    scores = reference.score(samples)
+    assert scores.experts_differ is None
+    assert [len(row) for row in scores.logprobs] == [len(row.response) for row in samples]
+    with pytest.raises(ConfigError, match="has no router that can be replayed"):
+        reference.score(samples, router_replay=True)
+
+
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The arguments of each engine that a probe starts, in whose place the reference samples."""
@@ -149,12 +159,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return started
 
 
-ALL = [
-    Remedies(replay, trainer, kept)
-    for kept in ((0, 0), (1, 1))
-    for trainer in ("bf16", "fp8_block")
-    for replay in (False, True)
-]
+ALL = remedies_of(experts=True)
 
 
 @pytest.mark.vllm

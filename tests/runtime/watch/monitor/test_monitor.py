@@ -331,16 +331,17 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
 
 
 def test_a_probe_is_asked_for_the_remedies_that_run() -> None:
-    """They are those of the plan, but the Monitor is told whether the trainer replays."""
+    """They are those of the plan, unless the Monitor is told whether the trainer replays."""
     asked: list[tuple[str | None, Remedies]] = []
     probe = SimpleNamespace(interval_of=lambda *question: asked.append(question))
     planned = replace(PLAN, remedies=Remedies(True, "fp8_block"))
     engine: Any = Launched("fp8_block")
-    for router_replay in (False, True):
+    for router_replay in (False, True, None):
         Monitor(plan=planned, engine=engine, probe=probe, router_replay=router_replay)
     Monitor(guard=Guard(FACTS), probe=probe, router_replay=True)
     assert asked == [
         ("fp8_block", Remedies(False, "fp8_block")),
+        ("fp8_block", Remedies(True, "fp8_block")),
         ("fp8_block", Remedies(True, "fp8_block")),
         (FACTS.precision, Remedies(True)),
     ]
@@ -389,15 +390,13 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
             raise RuntimeError("it has died")
 
     taken: list[Any] = []
-    monitor = Monitor(sinks=[Callback(taken.append)], engine=Dead())  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        monitor = Monitor(sinks=[Callback(taken.append)], engine=Dead())  # type: ignore[arg-type]
         for _ in range(2):
             monitor.step(*batch(), rollout=SEEN)
-    assert [str(one.message).partition(":")[2].partition(":")[0] for one in told] == [
-        " the engine does not say how its rollout was",
-        " the engine does not say what runs",
-    ]  # each once
+    said = [str(one.message).partition(": the engine does not say ")[2].partition(":")[0] for one in told]
+    assert said == ["what runs", "how its rollout was"]  # each once
     assert [x["seconds"] for x in taken] == [0.9, 0.9]
     assert "model" not in taken[0]
 
