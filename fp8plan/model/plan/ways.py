@@ -14,6 +14,7 @@ from typing import Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts
+from fp8plan.model.architecture.kept import OUTPUTS, Kept, ends_of
 from fp8plan.model.memory.plan import check_pool
 from fp8plan.model.plan.candidates import Candidate, risks_with, timed
 from fp8plan.model.plan.request import PlanRequest
@@ -81,7 +82,8 @@ def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) ->
 
 
 def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Way]:
-    """The remedies that are enough, as few as possible: with and without router replay, and with the fewest layers.
+    """The remedies that are enough, as few as possible: with and without router replay, and with the fewest layers, or
+    attention outputs, in BF16.
 
     Their seconds are not known yet. [] if none are enough.
     """
@@ -100,11 +102,12 @@ def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Way]:
     every = sorted(_possible(setup, own, matching), key=added)
     in_trainer = replace(own, trainer_precision=matching)
     for (number, trained), group in groupby(every, key=added):
-        offers: dict[bool, Way] = {}
+        offers: dict[tuple[bool, bool], Way] = {}
         for remedies in group:
-            if remedies.router_replay not in offers and (risk := enough(remedies)) is not None:
+            kind = remedies.router_replay, OUTPUTS in remedies.keep_bf16
+            if kind not in offers and (risk := enough(remedies)) is not None:
                 band = risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high
-                offers[remedies.router_replay] = Way(remedies, *band, risk.level, added_s=0.0)
+                offers[kind] = Way(remedies, *band, risk.level, added_s=0.0)
         if not offers:
             continue
         if number == 1 and not trained and in_trainer in every and enough(in_trainer) is not None:
@@ -118,17 +121,25 @@ def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies
 
     matching: the trainer precision on the rollout's grid
     """
-    replays, ends, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
+    replays, every_kept, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
     if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
         replays.append(True)
     if setup.precision.in_blocks and setup.shape.stored is None:
-        first, last = own.keep_bf16
-        more = [each for each in ENDS if each[0] >= first and each[1] >= last and each != own.keep_bf16]
-        ends += [each for each in more if sum(each) < setup.shape.num_layers]
+        every_kept += _further(own.keep_bf16, setup.shape.num_layers)
         if own.trainer_precision == BF16:
             trainers.append(matching)
-    every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in ends]
+    every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in every_kept]
     return [remedies for remedies in every if remedies != own]
+
+
+def _further(kept: Kept, layers: int) -> list[Kept]:
+    """Further values of keep_bf16: more first and last layers, the fewest first, and attention outputs."""
+    first, last = ends_of(kept)
+    more = [each for each in ENDS if each[0] >= first and each[1] >= last and each != (first, last)]
+    further: list[Kept] = [(*each, *kept[2:]) for each in more if sum(each) < layers]
+    if OUTPUTS not in kept:
+        further.append((first, last, OUTPUTS))
+    return further
 
 
 def matching_trainer(setup: EngineSetup) -> str:

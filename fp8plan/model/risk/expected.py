@@ -302,7 +302,7 @@ _SAME_GRID: Final = (
     "this assumes that the trainer rounds the very weights that the rollout rounds: then only activations differ; "
     "published runs of such trainers differ much, so the range is wider"
 )
-_KEPT: Final = "first and last layers are taken to add as much KL as any others; no published run tells them apart"
+_KEPT: Final = "linears kept in BF16 are taken to add as much KL as any others; no published run tells them apart"
 _FP8_CHECKPOINT: Final = (
     "the checkpoint is in FP8, and this is for a trainer with BF16 weights; one that dequantises the checkpoint has "
     "the same weights, so that only activations and KV differ, and less"

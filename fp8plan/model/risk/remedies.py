@@ -5,11 +5,11 @@ A correction weighs the mismatch that is left (fp8plan.runtime.watch.correction)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.kept import OUTPUTS, Kept, checked_kept, ends_of, typed_kept
 from fp8plan.options import REMEDIES, Option, group_of
 
 # How a trainer computes its linears. BLOCK has 128x128 weights and 1x128 activations, as FP8_BLOCK of the rollout;
@@ -18,32 +18,16 @@ BF16, BLOCK, POW2, TENSOR = "bf16", "fp8_block", "fp8_block_pow2", "fp8_tensor"
 TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
 
 
-def typed_ends(typed: str) -> tuple[int, int]:
-    """The value of keep_bf16 for "FIRST,LAST". Raises ConfigError for text that is not two whole numbers."""
-    try:
-        first, last = map(int, typed.split(","))
-    except ValueError:
-        raise ConfigError(f"--keep-bf16 is {typed!r}; allowed: two counts of layers, first and last: 1,1") from None
-    return first, last
-
-
-def checked_ends(ends: Sequence[int]) -> tuple[int, int]:
-    """The numbers of first and last layers as a tuple. Raises ConfigError unless they are two counts."""
-    if not isinstance(ends, Sequence) or len(ends) != 2 or not all(type(n) is int and n >= 0 for n in ends):
-        raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last: (1, 1), typed 1,1")
-    first, last = ends
-    return first, last
-
-
 @dataclass(frozen=True, slots=True)
 class Remedies:
     """The remedies of a run.
 
     router_replay:     the trainer uses the experts that the engine picked for each token (R3, arXiv 2510.11370)
     trainer_precision: one of TRAINER_PRECISIONS: how the trainer rounds weights and activations
-    keep_bf16:         how many first and last layers of the rollout keep their linears in BF16
+    keep_bf16:         linears of the rollout that stay in BF16: (1, 1): those of the first and last layer; (1, 1,
+                       "o_proj"): the attention outputs of the others, too
 
-    Raises ConfigError for an unknown precision, and for counts below 0.
+    Raises ConfigError for an unknown precision, and for counts below 0 or other names.
     """
 
     router_replay: Annotated[
@@ -53,14 +37,14 @@ class Remedies:
         str, Option(REMEDIES, f"of its linears: {', '.join(TRAINER_PRECISIONS)}", metavar="NAME")
     ] = BF16
     keep_bf16: Annotated[
-        tuple[int, int],
+        Kept,
         Option(
             REMEDIES,
-            "layers that keep their linears in BF16 beside FP8 weights: so many first and last ones",
+            "so many first and last layers stay in BF16 beside FP8 weights; 1,1,o_proj: attention outputs, too",
             "0,0",
             metavar="FIRST,LAST",
             kind=str,
-            read=typed_ends,
+            read=typed_kept,
         ),
     ] = (0, 0)
 
@@ -68,7 +52,7 @@ class Remedies:
         if self.trainer_precision not in TRAINER_PRECISIONS:
             allowed = ", ".join(TRAINER_PRECISIONS)
             raise ConfigError(f"trainer_precision is {self.trainer_precision!r}; allowed: {allowed}")
-        object.__setattr__(self, "keep_bf16", checked_ends(self.keep_bf16))
+        object.__setattr__(self, "keep_bf16", checked_kept(self.keep_bf16))
 
     @property
     def options(self) -> str:
@@ -76,9 +60,8 @@ class Remedies:
         words = ["--router-replay"] if self.router_replay else []
         if self.trainer_precision != BF16:
             words.append(f"--trainer-precision {self.trainer_precision}")
-        first, last = self.keep_bf16
-        if first + last:
-            words.append(f"--keep-bf16 {first},{last}")
+        if any(self.keep_bf16):
+            words.append(f"--keep-bf16 {','.join(map(str, self.keep_bf16))}")
         return " ".join(words)
 
     def beyond(self, others: Remedies) -> Remedies:
@@ -94,13 +77,21 @@ class Remedies:
         words = ["router replay"] if self.router_replay else []
         if self.trainer_precision != BF16:
             words.append(f"a trainer in {self.trainer_precision}")
-        ends = zip(("first", "last"), self.keep_bf16, strict=True)
+        if fp8_weights and any(self.keep_bf16):
+            words.append(f"{' and '.join(self._kept_words())} in BF16")
+        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+    def _kept_words(self) -> list[str]:
+        words = []
+        ends = zip(("first", "last"), ends_of(self.keep_bf16), strict=True)
         kept = {end: count for end, count in ends if count}
-        if fp8_weights and kept:
+        if kept:
             several = max(kept.values()) > 1
             named = [f"{end} {count}" if several else end for end, count in kept.items()]
-            words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'} in BF16")
-        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+            words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'}")
+        if OUTPUTS in self.keep_bf16:
+            words.append("attention outputs")
+        return words
 
 
 REMEDY_OPTIONS: Final = group_of(Remedies)
