@@ -13,8 +13,7 @@ import typer
 from fp8plan.cli.console import print_notes, show, starting_engines
 from fp8plan.cli.program import app, option
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.kept import typed_kept
-from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies
+from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies, typed_kept
 from fp8plan.options import ENGINE, OUTPUT, REMEDIES
 
 

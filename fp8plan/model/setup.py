@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.kept import Kept, checked_kept
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
@@ -21,6 +21,7 @@ from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.remedies import checked_kept
 from fp8plan.version import planned_version
 
 # The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.

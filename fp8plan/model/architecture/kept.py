@@ -12,30 +12,11 @@ from typing import Any, Final, TypeAlias, cast
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.held import with_parts
-from fp8plan.model.architecture.parts import Experts, Layer
+from fp8plan.model.architecture.parts import Experts, Layer, parts
 
-# The value of `keep_bf16`: counts of first and last layers, and perhaps OUTPUTS. msgspec knows no closer type.
+# The value of `keep_bf16`: counts of first and last layers, and perhaps OUTPUTS. msgspec reads no closer type.
 Kept: TypeAlias = tuple[int | str, ...]
 OUTPUTS: Final = "o_proj"  # the attention outputs of all layers
-_ALLOWED: Final = "allowed: counts of first and last layers, and perhaps o_proj"
-
-
-def typed_kept(typed: str) -> Kept:
-    """The value of keep_bf16 for "FIRST,LAST" or "FIRST,LAST,o_proj". Raises ConfigError for other text."""
-    counts, names = typed.split(",")[:2], typed.split(",")[2:]
-    try:
-        return checked_kept((*map(int, counts), *names))
-    except ValueError:
-        raise ConfigError(f"--keep-bf16 is {typed!r}; {_ALLOWED}: 1,1 or 1,1,o_proj") from None
-
-
-def checked_kept(kept: Sequence[Any]) -> Kept:
-    """The value of keep_bf16 as a tuple. Raises ConfigError unless it is two counts, or these and OUTPUTS."""
-    if isinstance(kept, Sequence) and len(kept) in (2, 3):
-        counts, names = kept[:2], kept[2:]
-        if all(type(n) is int and n >= 0 for n in counts) and all(name == OUTPUTS for name in names):
-            return tuple(kept)
-    raise ConfigError(f'keep_bf16 is {kept!r}; {_ALLOWED}: (1, 1) or (1, 1, "o_proj"), typed 1,1 or 1,1,o_proj')
 
 
 def ends_of(kept: Kept) -> tuple[int, int]:
@@ -54,24 +35,34 @@ def kept_numbers(kept: Kept, layers: int) -> tuple[int, ...]:
 
 
 def kept_layers(layers: Sequence[Layer], kept: Kept, hidden: int) -> tuple[Layer, ...]:
-    """The layers, of which the kept linears are not quantised."""
-    first, last = ends_of(kept)
+    """The layers, of which the kept linears are not quantised.
+
+    Raises ConfigError if none of the layers is left, and for attention outputs of layers without any.
+    """
+    numbers, outputs = kept_numbers(kept, len(layers)), frozenset(kept[2:])
+    if outputs and not any(outputs & _names(part, hidden) for layer in layers for part in parts(layer)):
+        raise ConfigError(f"keep_bf16 is {kept}, and the model has no {OUTPUTS}; leave {OUTPUTS} out")
 
     def whole(part: Any) -> Any:
         return replace(part, bf16=_names(part, hidden))
 
-    def without_outputs(part: Any) -> Any:
-        return replace(part, bf16=part.bf16 | _names(part, hidden) & {OUTPUTS})
+    def others(part: Any) -> Any:
+        return replace(part, bf16=part.bf16 | (outputs & _names(part, hidden)))
 
-    answer = []
-    for number, layer in enumerate(layers):
-        if number < first or number >= len(layers) - last:
-            answer.append(with_parts(layer, whole))
-        elif OUTPUTS in kept:
-            answer.append(with_parts(layer, without_outputs))
-        else:
-            answer.append(layer)
-    return tuple(answer)
+    return tuple(with_parts(layer, whole if number in numbers else others) for number, layer in enumerate(layers))
+
+
+def kept_words(kept: Kept) -> str:
+    """The kept linears in a sentence; "" for none."""
+    words = []
+    ends = {end: count for end, count in zip(("first", "last"), ends_of(kept), strict=True) if count}
+    if ends:
+        several = max(ends.values()) > 1
+        named = [f"{end} {count}" if several else end for end, count in ends.items()]
+        words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'}")
+    if OUTPUTS in kept:
+        words.append("attention outputs")
+    return " and ".join(words)
 
 
 def _names(part: Any, hidden: int) -> frozenset[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.kept import OUTPUTS, Kept, kept_layers, kept_numbers
+from fp8plan.model.architecture.kept import Kept, kept_layers
 from fp8plan.model.architecture.parts import (
     Attention,
     Cache,
@@ -81,7 +81,7 @@ class ModelShape:
     def keeping_bf16(self, kept: Kept) -> ModelShape:
         """The model with these linears not quantised.
 
-        Raises ConfigError for an FP8 checkpoint, if no other layers are left, and for attention outputs of none.
+        Raises ConfigError for an FP8 checkpoint, and as `kept_layers` does.
         """
         if not any(kept):
             return self
@@ -90,9 +90,6 @@ class ModelShape:
                 f"keep_bf16 is {kept}, and the checkpoint holds its weights in {self.stored.label}; allowed: (0, 0); "
                 f"type --keep-bf16 for {self.stored.bf16_model}"
             )
-        kept_numbers(kept, self.num_layers)
-        if OUTPUTS in kept and all(linear.name != OUTPUTS for linear in self.linears()):
-            raise ConfigError(f"keep_bf16 is {kept}, and {self.name} has no {OUTPUTS}; allowed: without {OUTPUTS}")
         return replace(self, layers=kept_layers(self.layers, kept, self.hidden_size))
 
     @property

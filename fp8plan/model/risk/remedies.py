@@ -5,17 +5,33 @@ A correction weighs the mismatch that is left (fp8plan.runtime.watch.correction)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.kept import OUTPUTS, Kept, checked_kept, ends_of, typed_kept
+from fp8plan.model.architecture.kept import OUTPUTS, Kept, kept_words
 from fp8plan.options import REMEDIES, Option, group_of
 
 # How a trainer computes its linears. BLOCK has 128x128 weights and 1x128 activations, as FP8_BLOCK of the rollout;
 # POW2 rounds their scales to powers of two (E8M0); TENSOR has one scale for each matrix.
 BF16, BLOCK, POW2, TENSOR = "bf16", "fp8_block", "fp8_block_pow2", "fp8_tensor"
 TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
+
+
+def typed_kept(typed: str) -> Kept:
+    """The value of keep_bf16 for "FIRST,LAST" or "FIRST,LAST,o_proj". Raises ConfigError as `checked_kept` does."""
+    return checked_kept([int(word) if word.isdecimal() else word for word in typed.split(",")])
+
+
+def checked_kept(kept: Sequence[Any]) -> Kept:
+    """The value of keep_bf16 as a tuple. Raises ConfigError unless it is two counts, or these and OUTPUTS."""
+    if isinstance(kept, Sequence) and len(kept) in (2, 3):
+        counts, names = kept[:2], kept[2:]
+        if all(type(n) is int and n >= 0 for n in counts) and all(name == OUTPUTS for name in names):
+            return tuple(kept)
+    allowed = 'two counts of layers, first and last, and perhaps o_proj: (1, 1) or (1, 1, "o_proj")'
+    raise ConfigError(f"keep_bf16 is {kept!r}; allowed: {allowed}, typed 1,1 or 1,1,o_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +94,8 @@ class Remedies:
         if self.trainer_precision != BF16:
             words.append(f"a trainer in {self.trainer_precision}")
         if fp8_weights and any(self.keep_bf16):
-            words.append(f"{' and '.join(self._kept_words())} in BF16")
+            words.append(f"{kept_words(self.keep_bf16)} in BF16")
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-    def _kept_words(self) -> list[str]:
-        words = []
-        ends = zip(("first", "last"), ends_of(self.keep_bf16), strict=True)
-        kept = {end: count for end, count in ends if count}
-        if kept:
-            several = max(kept.values()) > 1
-            named = [f"{end} {count}" if several else end for end, count in kept.items()]
-            words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'}")
-        if OUTPUTS in self.keep_bf16:
-            words.append("attention outputs")
-        return words
 
 
 REMEDY_OPTIONS: Final = group_of(Remedies)

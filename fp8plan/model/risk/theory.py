@@ -18,7 +18,6 @@ from typing import Final
 import numpy as np
 
 from fp8plan.model.architecture import Experts, ModelShape
-from fp8plan.model.architecture.kept import kept_layers
 from fp8plan.model.architecture.parts import Attention, LatentAttention, Layer, Mamba2, Mixer, Mlp, mixers
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision
@@ -235,7 +234,7 @@ def setting_of(
     hidden = shape.hidden_size
     # A rollout in BF16 has no FP8 linears, so an FP8 trainer's are the same on every layout.
     tp = 1 if precision.weights == "bf16" else tensor_parallel_size
-    rounded = kept_layers(shape.layers, remedies.keep_bf16, hidden)
+    rounded = shape.keeping_bf16(remedies.keep_bf16).layers
     quantised = sum(_quantised(part, hidden, tp) for layer in rounded for part in _sub_layers(layer)) / 2
     return Setting(
         layers=sum(len(_sub_layers(layer)) for layer in shape.layers) / 2,
