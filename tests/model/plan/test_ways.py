@@ -102,12 +102,16 @@ def test_layers_or_attention_outputs_are_offered_whichever_take_less_time() -> N
 
 
 def test_what_a_model_lacks_is_not_offered() -> None:
-    """It has no attention, and too few layers to keep any."""
-    dense = ModelShape.from_hf(DENSE)
+    """Without attention there are no outputs to keep, and of two layers none would be left."""
+    dense, trained = ModelShape.from_hf(DENSE), Remedies(trainer_precision=POW2)
     layers = tuple(replace(layer, mixer=ShortConv(4096, 3)) for layer in dense.layers[:2])
-    budget, shape = RiskBudget(1e-9, 1.0, 0.0, accept="low"), replace(dense, layers=layers)
-    prediction = predict(replace(planned(DENSE, 1.0).request, model=shape, budget=budget))
-    assert all(choice.remedy is None for choice in prediction.plan.choices)
+    request = replace(planned(DENSE, 1.0, "b200").request, model=replace(dense, layers=layers))
+    (enough,) = (x.kl_k3_high for x in predict(replace(request, remedies=trained)).plan.choices
+                 if x.precision == "fp8_block")  # fmt: skip
+    assert enough is not None
+    offered = way(predict(replace(request, budget=RiskBudget(enough * 1.01, 1.0, 0.0, accept="low"))), "fp8_block")
+    assert offered is not None
+    assert offered.remedies == trained
 
 
 def test_a_trainer_on_the_rollout_s_grid_is_named_behind_what_leaves_training_alone() -> None:

@@ -565,6 +565,8 @@ def test_attention_outputs_stay_bf16_when_asked_and_nothing_else(first: int) -> 
         ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "kv_cache_dtype, quantization come from the plan"),
         ({"keep_bf16": (-1, 0)}, r"keep_bf16 is \(-1, 0\); allowed: two counts"),
         ({"keep_bf16": (2, 2)}, "the model has 3 layers"),
+        ({"keep_bf16": (0, 0, "q_proj")}, r"keep_bf16 is \(0, 0, 'q_proj'\); allowed: two counts"),
+        ({"keep_bf16": (0, 0, "o_proj"), "choice": 0}, "bf16 has no FP8 weights; leave it out"),
         ({"keep_bf16": (1, 0), "choice": 0}, "bf16 has no FP8 weights; leave it out"),
     ],
 )
