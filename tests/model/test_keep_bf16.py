@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.kept import Kept, kept_layers
 from fp8plan.model.architecture.parts import Layer, Mamba2
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import read_records
@@ -149,6 +151,10 @@ def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path)
 def test_linears_that_cannot_be_kept_are_refused(model: str, kept: Kept, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         _ = keeping(model, kept).shape
+    with pytest.raises(ConfigError, match=says):
+        mismatch_risk(
+            ModelShape.from_hf(model), keeping(DENSE, (0, 0)).precision, [9], remedies=Remedies(keep_bf16=kept)
+        )
 
 
 def test_attention_outputs_of_a_model_without_attention_are_refused() -> None:

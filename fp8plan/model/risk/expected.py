@@ -151,7 +151,7 @@ def mismatch_risk(
     tensor_parallel_size: ranks that share the linears; it decides which of them stay in BF16
     remedies:             settings of trainer and rollout that lower the mismatch
 
-    Raises ConfigError for no lengths, or a length below 1.
+    Raises ConfigError for no lengths, or a length below 1, and for `keep_bf16` that the model does not allow.
     """
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)

@@ -21,7 +21,8 @@ TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
 
 def typed_kept(typed: str) -> Kept:
     """The value of keep_bf16 for "FIRST,LAST" or "FIRST,LAST,o_proj". Raises ConfigError as `checked_kept` does."""
-    return checked_kept([int(word) if word.isdecimal() else word for word in typed.split(",")])
+    words = typed.replace(" ", "").split(",")
+    return checked_kept([int(word) if word.isdecimal() else word for word in words])
 
 
 def checked_kept(kept: Sequence[Any]) -> Kept:

@@ -230,7 +230,7 @@ def setting_of(
     tensor_parallel_size: int = 1,
     remedies: Remedies = NO_REMEDIES,
 ) -> Setting:
-    """The setting of a model in a precision, with a trainer."""
+    """The setting of a model in a precision, with a trainer. Raises ConfigError as `keeping_bf16` of the shape does."""
     hidden = shape.hidden_size
     # A rollout in BF16 has no FP8 linears, so an FP8 trainer's are the same on every layout.
     tp = 1 if precision.weights == "bf16" else tensor_parallel_size

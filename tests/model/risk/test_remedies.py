@@ -286,7 +286,7 @@ def test_what_is_typed_for_kept_linears_is_read_again() -> None:
     for kept in ((1, 1), (0, 2, "o_proj")):
         words = Remedies(keep_bf16=kept).options.split()
         assert words[0] == "--keep-bf16"
-        assert typed_kept(words[1]) == kept
+        assert typed_kept(words[1]) == typed_kept(words[1].replace(",", ", ")) == kept
     for typed in ("", "1", "1,x", "1,-1", "1,1,qkv_proj", "1,1,o_proj,o_proj", "o_proj"):
         with pytest.raises(ConfigError, match=r"allowed: two counts of layers, .* typed 1,1 or 1,1,o_proj"):
             typed_kept(typed)
