@@ -84,23 +84,6 @@ def test_beside_attention_outputs_the_fewest_layers_are_kept_that_are_enough() -
         assert offered.added_s > 0
 
 
-def test_layers_or_attention_outputs_are_offered_whichever_take_less_time() -> None:
-    one, two, outputs = (Remedies(keep_bf16=kept) for kept in ((1, 1), (2, 2), (0, 0, "o_proj")))
-    seconds = {
-        remedies: next(c.makespan_s for c in planned(DENSE, 1.0, remedies=remedies).plan.choices
-                       if c.precision == "fp8_block")
-        for remedies in (one, two, outputs)
-    }  # fmt: skip
-    assert seconds[one] < seconds[outputs] < seconds[two]
-    for layers, fastest in ((one, one), (two, outputs)):
-        prediction = planned(DENSE, high(DENSE, "fp8_block", layers) * 1.01)
-        offered = way(prediction, "fp8_block")
-        assert offered is not None
-        assert offered.remedies == fastest
-    (reason,) = (x for x in prediction.plan.reasons if x.startswith("fp8_block would be"))
-    assert "; it needs attention outputs in BF16: k3 " in reason
-
-
 def test_what_a_model_lacks_is_not_offered() -> None:
     """Without attention there are no outputs to keep, and of two layers none would be left."""
     dense, trained = ModelShape.from_hf(DENSE), Remedies(trainer_precision=POW2)
