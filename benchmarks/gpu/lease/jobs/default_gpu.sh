@@ -13,8 +13,8 @@ learn() { # AT_ONCE MEMORY FIRST_SEED SEEDS WORD...: memory: the share of a GPU 
 keep() {
     python3 -m benchmarks.learning.keep ~/res/learning/qk-norm ~/res/default_gpu.jsonl
 }
-(learn 3 0.15 10 4 --arms lasting-tis lasting-level-2-1.4 --arms broken-tis broken-level-2-1.4) &
-(learn 6 0.3 20 8 --arms lasting-tis lasting-level-4-2 --arms broken-tis broken-level-4-2) &
+# The second candidate: the first failed on a CPU.
+learn 8 0.4 20 8 --arms lasting-tis lasting-level-4-2 --arms broken-tis broken-level-4-2 &
 while jobs -r | grep -q .; do
     sleep 15
     keep
