@@ -46,7 +46,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
     max_cudagraph_capture_size: null: vLLM's own; a number: imposed
-    keep_bf16:       first and last layers that kept their linears in BF16; null: none
+    keep_bf16:       first and last layers that kept their linears in BF16, and perhaps "o_proj"; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
     tool_tokens:     tokens between the turns of each response that no engine generated: of tools and users; null: none
@@ -95,7 +95,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     max_cudagraph_capture_size: int | None = None
-    keep_bf16: tuple[int, int] | None = None
+    keep_bf16: tuple[int | str, ...] | None = None
     experts_hit: int | None = None
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None

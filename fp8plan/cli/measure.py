@@ -13,7 +13,7 @@ import typer
 from fp8plan.cli.console import print_notes, show, starting_engines
 from fp8plan.cli.program import app, option
 from fp8plan.errors import ConfigError
-from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies, typed_ends
+from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies, typed_kept
 from fp8plan.options import ENGINE, OUTPUT, REMEDIES
 
 
@@ -44,7 +44,7 @@ def probe_command(
         list[str] | None,
         option(
             REMEDIES,
-            "first and last layers whose linears stay in BF16, in engine and trainer; repeat",
+            "first and last layers whose linears stay in BF16, in engine and trainer, or 1,1,o_proj; repeat",
             "0,0",
             metavar="FIRST,LAST",
         ),
@@ -85,7 +85,7 @@ def probe_command(
     card = find_gpu(gpu)
     remedies = [
         Remedies(replayed, trainer, kept)
-        for kept in map(typed_ends, keep_bf16 or ["0,0"])
+        for kept in map(typed_kept, keep_bf16 or ["0,0"])
         for trainer in trainer_precision or [BF16]
         for replayed in ([False, True] if router_replay else [False])
     ]

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
@@ -20,7 +21,7 @@ from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.remedies import checked_ends
+from fp8plan.model.risk.remedies import checked_kept
 from fp8plan.version import planned_version
 
 # The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
@@ -64,7 +65,7 @@ class EngineSetup:
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
     inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     engine_version: version of vLLM; None: the installed one, else that of the newest profile
-    keep_bf16: first and last layers that keep their linears in BF16 beside FP8 weights; without effect on BF16 weights
+    keep_bf16: linears that stay in BF16 beside FP8 weights, as in Remedies; without effect on BF16 weights
     e8m0:      FP8 blocks have scales that are powers of two, as in a trainer with fp8_block_pow2
     """
 
@@ -74,7 +75,7 @@ class EngineSetup:
     limits: EngineLimits
     inside: str
     engine_version: str
-    keep_bf16: tuple[int, int]
+    keep_bf16: Kept
     e8m0: bool
 
     def __init__(
@@ -85,7 +86,7 @@ class EngineSetup:
         limits: EngineLimits | None = None,
         inside: str = OWN,
         engine_version: str | None = None,
-        keep_bf16: tuple[int, int] = (0, 0),
+        keep_bf16: Kept = (0, 0),
         e8m0: bool = False,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
@@ -96,7 +97,7 @@ class EngineSetup:
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
             "engine_version": planned_version(engine_version, card.is_cpu),
-            "keep_bf16": checked_ends(keep_bf16),
+            "keep_bf16": checked_kept(keep_bf16),
             "e8m0": e8m0,
         }
         for name, value in fields.items():

@@ -87,7 +87,7 @@ PLANNING: dict[str, Row] = {
     ),
     "--router-replay": asked("--router-replay", "remedies.router_replay", True),
     "--trainer-precision": asked("--trainer-precision fp8_block", "remedies.trainer_precision", "fp8_block"),
-    "--keep-bf16": asked("--keep-bf16 2,1", "remedies.keep_bf16", (2, 1)),
+    "--keep-bf16": asked("--keep-bf16 2,1,o_proj", "remedies.keep_bf16", (2, 1, "o_proj")),
     "--train-s": Row(TIMES, {f"{REQUEST}.trainer.train_s": 5}),
     "--logprob-s": Row(TIMES, {f"{REQUEST}.trainer.logprob_s": 2}),
     "--train-tokens-per-s": asked("--train-tokens-per-s 8 --logprob-s 2", "trainer.train_tokens_per_s", 8),

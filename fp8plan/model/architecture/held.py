@@ -1,4 +1,4 @@
-"""The linears that stay in BF16 beside others in FP8: those that a checkpoint lists, and those of layers that are kept.
+"""The linears that an FP8 checkpoint lists to stay in BF16 beside others.
 
 Checkpoints name modules as vLLM does before it fuses them, and each method has its own way to match names. Here a name
 also covers the modules below it, as in transformers and ModelOpt. vLLM refuses a fused linear if only some of its parts
@@ -79,33 +79,6 @@ def held_layers(layers: Sequence[Layer], stored: Stored, hidden: int, source: st
     return tuple(distinct.setdefault(layer, layer) for layer in held)
 
 
-def kept_numbers(ends: tuple[int, int], layers: int) -> tuple[int, ...]:
-    """The numbers of the first and last layers that stay in BF16.
-
-    ends: counts of first and last layers
-
-    Raises ConfigError if none of the layers is left.
-    """
-    first, last = ends
-    if first + last >= layers:
-        raise ConfigError(
-            f"keep_bf16 is {ends}, and the model has {layers} layers; allowed: fewer in all, or bf16 for all of them"
-        )
-    return (*range(first), *range(layers - last, layers))
-
-
-def kept_layers(layers: Sequence[Layer], numbers: Sequence[int], hidden: int) -> tuple[Layer, ...]:
-    """The layers of a BF16 checkpoint, of which those with these numbers are not quantised."""
-
-    def whole(part: Kind) -> Kind:
-        linears = part.linears(hidden)
-        if isinstance(part, Experts):
-            linears += part.expert_linears(hidden)
-        return replace(part, bf16=frozenset(linear.name for linear in linears))
-
-    return tuple(_with_parts(layer, whole) if number in numbers else layer for number, layer in enumerate(layers))
-
-
 class _Listed:
     """A list of modules in BF16: names, patterns with *, or regular expressions after "re:"."""
 
@@ -160,12 +133,12 @@ def _names_within(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 def _held_layer(layer: Layer, number: int, listed: _Listed, hidden: int) -> Layer:
     def held(part: Kind) -> Kind:
-        return replace(part, bf16=_in_bf16(part, number, listed, hidden))
+        return replace(part, bf16=_in_bf16(part, number, listed, hidden), stored="fp8")
 
-    return _with_parts(layer, held)
+    return with_parts(layer, held)
 
 
-def _with_parts(layer: Layer, changed: Callable[[Any], Any]) -> Layer:
+def with_parts(layer: Layer, changed: Callable[[Any], Any]) -> Layer:
     """The layer with each of its parts changed."""
     return replace(
         layer,

@@ -34,7 +34,7 @@ class Linear:
     all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
     parts: tuple[int, ...] = ()  # outputs of each matrix that is fused into it, in order; () for a single matrix
     padded: bool = False  # vLLM pads it to whole blocks, as it does experts
-    stored: Literal["", "bf16", "fp8"] = ""  # in an FP8 checkpoint, or "bf16" in a kept layer; "": vLLM quantises it
+    stored: Literal["", "bf16", "fp8"] = ""  # in an FP8 checkpoint, or "bf16" if kept; "": vLLM quantises it
 
     elements: int = field(init=False, repr=False, compare=False)  # of one layer's matrix
     intended: bool = field(init=False, repr=False, compare=False)  # for FP8, if its inputs on a rank allow it
@@ -81,11 +81,12 @@ class Size(NamedTuple):
 class Part:
     """A mixer, an MLP or experts. hidden: the model's width. tp: tensor-parallel ranks.
 
-    bf16: names of the linears that stay in BF16: those that an FP8 checkpoint lists, or all of a kept layer; None:
-          vLLM quantises the part
+    bf16:   names of the linears that stay in BF16: those that an FP8 checkpoint lists, or that the user keeps
+    stored: of the others, as in Linear
     """
 
-    bf16: frozenset[str] | None = field(default=None, kw_only=True)
+    bf16: frozenset[str] = field(default=frozenset(), kw_only=True)
+    stored: Literal["", "fp8"] = field(default="", kw_only=True)
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         """The matrices of one rank, as vLLM fuses and cuts them, without those of routed experts."""
@@ -104,10 +105,10 @@ class Part:
         raise NotImplementedError
 
     def held(self, *linears: Linear) -> tuple[Linear, ...]:
-        """The linears as the checkpoint holds them."""
-        if self.bf16 is None:
+        """The linears as the checkpoint holds them, or the user keeps them."""
+        if not self.bf16 and not self.stored:
             return linears
-        return tuple(replace(x, stored="bf16" if x.name in self.bf16 else "fp8") for x in linears)
+        return tuple(replace(x, stored="bf16" if x.name in self.bf16 else self.stored) for x in linears)
 
 
 def column(name: str, n: int, k: int, *, quantisable: bool = True) -> Linear:

@@ -123,8 +123,7 @@ class Experts(Part):
 
     def run_in(self, precision: Precision) -> Precision:
         """The precision of the routed experts in an engine of this precision: BF16 in a layer that is kept so."""
-        kept = self.bf16 is not None and self.bf16.issuperset(EXPERT_LINEARS)
-        return BF16 if kept else precision
+        return BF16 if self.bf16.issuperset(EXPERT_LINEARS) else precision
 
     def most_on_a_rank(self, ranks: int) -> int:
         """Experts of the fullest rank if `ranks` share whole experts (vLLM's determine_expert_map)."""

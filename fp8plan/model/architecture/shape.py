@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.held import kept_layers, kept_numbers
+from fp8plan.model.architecture.kept import Kept, kept_layers
 from fp8plan.model.architecture.parts import (
     Attention,
     Cache,
@@ -78,20 +78,19 @@ class ModelShape:
         """The shape described by the fields of a config.json. Raises ConfigError naming `source` and the field."""
         return cls(name=name, source=source, **read_model(config, name, source))
 
-    def keeping_bf16(self, ends: tuple[int, int]) -> ModelShape:
-        """The model whose first and last layers are not quantised. ends: how many of each
+    def keeping_bf16(self, kept: Kept) -> ModelShape:
+        """The model with these linears not quantised.
 
-        Raises ConfigError for an FP8 checkpoint, and if no other layers are left.
+        Raises ConfigError for an FP8 checkpoint, and as `kept_layers` does.
         """
-        if not any(ends):
+        if not any(kept):
             return self
         if self.stored is not None:
             raise ConfigError(
-                f"keep_bf16 is {ends}, and the checkpoint holds its weights in {self.stored.label}; allowed: (0, 0); "
+                f"keep_bf16 is {kept}, and the checkpoint holds its weights in {self.stored.label}; allowed: (0, 0); "
                 f"type --keep-bf16 for {self.stored.bf16_model}"
             )
-        numbers = kept_numbers(ends, self.num_layers)
-        return replace(self, layers=kept_layers(self.layers, numbers, self.hidden_size))
+        return replace(self, layers=kept_layers(self.layers, kept, self.hidden_size))
 
     @property
     def max_position_embeddings(self) -> int:

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.held import MODULES, kept_numbers
+from fp8plan.model.architecture.held import MODULES
+from fp8plan.model.architecture.kept import OUTPUTS, ends_of, kept_numbers
 from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.configs import find_config
@@ -47,17 +48,26 @@ def is_router(module: str) -> bool:
 
 
 def ignored(setup: EngineSetup) -> list[str]:
-    """The patterns for an engine: routers, linears whose inputs on a rank are no whole blocks, and kept layers.
+    """The patterns for an engine: routers, linears whose inputs on a rank are no whole blocks, and kept ones.
 
     Raises ConfigError if as many layers are to be kept as there are, or if nothing says how many there are.
     """
     patterns, shape = [ROUTER_PATTERN], _known_shape(setup)
     if shape is not None:
         patterns += _without_whole_blocks(shape, setup.limits.tensor_parallel_size)
-    if any(setup.keep_bf16):
+    return patterns + kept_patterns(setup)
+
+
+def kept_patterns(setup: EngineSetup) -> list[str]:
+    """The patterns of the linears that the user keeps. Raises ConfigError as `ignored` does."""
+    patterns = []
+    if any(ends_of(setup.keep_bf16)):
+        shape = _known_shape(setup)
         layers = _layers_in_config(setup) if shape is None else shape.num_layers
         numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers)))
         patterns.append(rf"re:.*\.layers\.({numbers})\..*")
+    if OUTPUTS in setup.keep_bf16:
+        patterns.append(rf"re:.*\.{MODULES[OUTPUTS]}$")
     return patterns
 
 
@@ -78,7 +88,7 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
     for number, layer in enumerate(shape.layers):
         linears = (linear for part in parts(layer) for linear in part.linears(shape.hidden_size, tp))
         for linear in linears:
-            if linear.stored:  # of a layer that is kept
+            if linear.stored:  # kept
                 continue
             having[linear.name].add(number)
             if linear.left_in_bf16:

@@ -14,15 +14,17 @@ from typing import Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts
+from fp8plan.model.architecture.kept import ends_of
 from fp8plan.model.memory.plan import check_pool
 from fp8plan.model.plan.candidates import Candidate, risks_with, timed
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.expected import MismatchRisk
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 
-ENDS: Final = ((1, 1), (2, 2), (4, 4))  # counts of first and last layers that are tried in BF16
+# Counts of first and last layers that are tried in BF16. Attention outputs are not tried: no probe has measured what
+# KL they save.
+ENDS: Final = ((1, 1), (2, 2), (4, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,7 @@ def ways(tried: Sequence[Candidate], chosen: int, request: PlanRequest, profile:
     answer: dict[int, Way | None] = dict.fromkeys(_ruled_out(tried, chosen, request))
     fitting = list[tuple[int, Way, Candidate]]()
     for index in answer:
-        for way in _sufficient(tried[index].setup, request):
-            engine = engine_with(tried[index].setup, way.remedies)
-            if engine is not None:
-                fitting.append((index, way, engine))
+        fitting += [(index, *way_and_engine) for way_and_engine in _sufficient(tried[index].setup, request)]
     engines = timed([engine for *_, engine in fitting], request, profile)
     for (index, way, _), engine in zip(fitting, engines, strict=True):
         best, added_s = answer[index], engine.seconds - tried[index].seconds
@@ -80,16 +79,21 @@ def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) ->
             yield index
 
 
-def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Way]:
-    """The remedies that are enough, as few as possible: with and without router replay, and with the fewest layers.
+def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[tuple[Way, Candidate]]:
+    """The remedies that are enough, as few as possible, and their engines: with and without router replay, and with the
+    fewest layers or attention outputs in BF16.
 
     Their seconds are not known yet. [] if none are enough.
     """
     own, matching = request.remedies, matching_trainer(setup)
 
-    def enough(remedies: Remedies) -> MismatchRisk | None:
-        risk, _ = risks_with(remedies, setup, request)
-        return risk if request.risk_budget.accepts(risk.level) else None
+    def enough(remedies: Remedies) -> tuple[Way, Candidate] | None:
+        engine = engine_with(setup, remedies)
+        if engine is None:
+            return None
+        risk, _ = risks_with(remedies, engine.setup, request)
+        way = Way(remedies, risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high, risk.level, added_s=0.0)
+        return (way, engine) if request.risk_budget.accepts(risk.level) else None
 
     def added(remedies: Remedies) -> tuple[int, bool]:
         """The number of further remedies, and true if the trainer's precision is one."""
@@ -100,15 +104,14 @@ def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Way]:
     every = sorted(_possible(setup, own, matching), key=added)
     in_trainer = replace(own, trainer_precision=matching)
     for (number, trained), group in groupby(every, key=added):
-        offers: dict[bool, Way] = {}
+        offers: dict[bool, tuple[Way, Candidate]] = {}
         for remedies in group:
-            if remedies.router_replay not in offers and (risk := enough(remedies)) is not None:
-                band = risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high
-                offers[remedies.router_replay] = Way(remedies, *band, risk.level, added_s=0.0)
+            if remedies.router_replay not in offers and (offer := enough(remedies)) is not None:
+                offers[remedies.router_replay] = offer
         if not offers:
             continue
         if number == 1 and not trained and in_trainer in every and enough(in_trainer) is not None:
-            return [replace(offer, trainer=matching) for offer in offers.values()]
+            return [(replace(way, trainer=matching), engine) for way, engine in offers.values()]
         return list(offers.values())
     return []
 
@@ -118,16 +121,16 @@ def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies
 
     matching: the trainer precision on the rollout's grid
     """
-    replays, ends, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
+    replays, every_kept, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
     if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
         replays.append(True)
     if setup.precision.in_blocks and setup.shape.stored is None:
-        first, last = own.keep_bf16
-        more = [each for each in ENDS if each[0] >= first and each[1] >= last and each != own.keep_bf16]
-        ends += [each for each in more if sum(each) < setup.shape.num_layers]
+        first, last = ends_of(own.keep_bf16)
+        more = [(*each, *own.keep_bf16[2:]) for each in ENDS if each[0] >= first and each[1] >= last]
+        every_kept += [kept for kept in more if kept != own.keep_bf16]
         if own.trainer_precision == BF16:
             trainers.append(matching)
-    every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in ends]
+    every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in every_kept]
     return [remedies for remedies in every if remedies != own]
 
 

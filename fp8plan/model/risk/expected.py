@@ -151,7 +151,7 @@ def mismatch_risk(
     tensor_parallel_size: ranks that share the linears; it decides which of them stay in BF16
     remedies:             settings of trainer and rollout that lower the mismatch
 
-    Raises ConfigError for no lengths, or a length below 1.
+    Raises ConfigError for no lengths, or a length below 1, and for `keep_bf16` that the model does not allow.
     """
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)
@@ -302,7 +302,7 @@ _SAME_GRID: Final = (
     "this assumes that the trainer rounds the very weights that the rollout rounds: then only activations differ; "
     "published runs of such trainers differ much, so the range is wider"
 )
-_KEPT: Final = "first and last layers are taken to add as much KL as any others; no published run tells them apart"
+_KEPT: Final = "linears kept in BF16 are taken to add as much KL as any others; no published run tells them apart"
 _FP8_CHECKPOINT: Final = (
     "the checkpoint is in FP8, and this is for a trainer with BF16 weights; one that dequantises the checkpoint has "
     "the same weights, so that only activations and KV differ, and less"

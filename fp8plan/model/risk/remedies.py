@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.kept import OUTPUTS, Kept, kept_words
 from fp8plan.options import REMEDIES, Option, group_of
 
 # How a trainer computes its linears. BLOCK has 128x128 weights and 1x128 activations, as FP8_BLOCK of the rollout;
@@ -18,21 +19,20 @@ BF16, BLOCK, POW2, TENSOR = "bf16", "fp8_block", "fp8_block_pow2", "fp8_tensor"
 TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
 
 
-def typed_ends(typed: str) -> tuple[int, int]:
-    """The value of keep_bf16 for "FIRST,LAST". Raises ConfigError for text that is not two whole numbers."""
-    try:
-        first, last = map(int, typed.split(","))
-    except ValueError:
-        raise ConfigError(f"--keep-bf16 is {typed!r}; allowed: two counts of layers, first and last: 1,1") from None
-    return first, last
+def typed_kept(typed: str) -> Kept:
+    """The value of keep_bf16 for "FIRST,LAST" or "FIRST,LAST,o_proj". Raises ConfigError as `checked_kept` does."""
+    words = typed.replace(" ", "").split(",")
+    return checked_kept([int(word) if word.isdecimal() else word for word in words])
 
 
-def checked_ends(ends: Sequence[int]) -> tuple[int, int]:
-    """The numbers of first and last layers as a tuple. Raises ConfigError unless they are two counts."""
-    if not isinstance(ends, Sequence) or len(ends) != 2 or not all(type(n) is int and n >= 0 for n in ends):
-        raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last: (1, 1), typed 1,1")
-    first, last = ends
-    return first, last
+def checked_kept(kept: Sequence[Any]) -> Kept:
+    """The value of keep_bf16 as a tuple. Raises ConfigError unless it is two counts, or these and OUTPUTS."""
+    if isinstance(kept, Sequence) and len(kept) in (2, 3):
+        counts, names = kept[:2], kept[2:]
+        if all(type(n) is int and n >= 0 for n in counts) and all(name == OUTPUTS for name in names):
+            return tuple(kept)
+    allowed = 'two counts of layers, first and last, and perhaps o_proj: (1, 1) or (1, 1, "o_proj")'
+    raise ConfigError(f"keep_bf16 is {kept!r}; allowed: {allowed}, typed 1,1 or 1,1,o_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class Remedies:
 
     router_replay:     the trainer uses the experts that the engine picked for each token (R3, arXiv 2510.11370)
     trainer_precision: one of TRAINER_PRECISIONS: how the trainer rounds weights and activations
-    keep_bf16:         how many first and last layers of the rollout keep their linears in BF16
+    keep_bf16:         linears of the rollout that stay in BF16: (1, 1): those of the first and last layer; (1, 1,
+                       "o_proj"): the attention outputs of the others, too
 
-    Raises ConfigError for an unknown precision, and for counts below 0.
+    Raises ConfigError for an unknown precision, and for counts below 0 or other names.
     """
 
     router_replay: Annotated[
@@ -53,14 +54,14 @@ class Remedies:
         str, Option(REMEDIES, f"of its linears: {', '.join(TRAINER_PRECISIONS)}", metavar="NAME")
     ] = BF16
     keep_bf16: Annotated[
-        tuple[int, int],
+        Kept,
         Option(
             REMEDIES,
-            "layers that keep their linears in BF16 beside FP8 weights: so many first and last ones",
+            "so many first and last layers stay in BF16 beside FP8 weights; 1,1,o_proj: attention outputs, too",
             "0,0",
             metavar="FIRST,LAST",
             kind=str,
-            read=typed_ends,
+            read=typed_kept,
         ),
     ] = (0, 0)
 
@@ -68,7 +69,7 @@ class Remedies:
         if self.trainer_precision not in TRAINER_PRECISIONS:
             allowed = ", ".join(TRAINER_PRECISIONS)
             raise ConfigError(f"trainer_precision is {self.trainer_precision!r}; allowed: {allowed}")
-        object.__setattr__(self, "keep_bf16", checked_ends(self.keep_bf16))
+        object.__setattr__(self, "keep_bf16", checked_kept(self.keep_bf16))
 
     @property
     def options(self) -> str:
@@ -76,9 +77,8 @@ class Remedies:
         words = ["--router-replay"] if self.router_replay else []
         if self.trainer_precision != BF16:
             words.append(f"--trainer-precision {self.trainer_precision}")
-        first, last = self.keep_bf16
-        if first + last:
-            words.append(f"--keep-bf16 {first},{last}")
+        if any(self.keep_bf16):
+            words.append(f"--keep-bf16 {','.join(map(str, self.keep_bf16))}")
         return " ".join(words)
 
     def beyond(self, others: Remedies) -> Remedies:
@@ -94,12 +94,8 @@ class Remedies:
         words = ["router replay"] if self.router_replay else []
         if self.trainer_precision != BF16:
             words.append(f"a trainer in {self.trainer_precision}")
-        ends = zip(("first", "last"), self.keep_bf16, strict=True)
-        kept = {end: count for end, count in ends if count}
-        if fp8_weights and kept:
-            several = max(kept.values()) > 1
-            named = [f"{end} {count}" if several else end for end, count in kept.items()]
-            words.append(f"the {' and '.join(named)} {'layers' if several else 'layer'} in BF16")
+        if fp8_weights and any(self.keep_bf16):
+            words.append(f"{kept_words(self.keep_bf16)} in BF16")
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

@@ -230,12 +230,11 @@ def setting_of(
     tensor_parallel_size: int = 1,
     remedies: Remedies = NO_REMEDIES,
 ) -> Setting:
-    """The setting of a model in a precision, with a trainer."""
+    """The setting of a model in a precision, with a trainer. Raises ConfigError as `keeping_bf16` of the shape does."""
     hidden = shape.hidden_size
     # A rollout in BF16 has no FP8 linears, so an FP8 trainer's are the same on every layout.
     tp = 1 if precision.weights == "bf16" else tensor_parallel_size
-    first, last = remedies.keep_bf16
-    rounded = shape.layers[first : max(first, shape.num_layers - last)]
+    rounded = shape.keeping_bf16(remedies.keep_bf16).layers
     quantised = sum(_quantised(part, hidden, tp) for layer in rounded for part in _sub_layers(layer)) / 2
     return Setting(
         layers=sum(len(_sub_layers(layer)) for layer in shape.layers) / 2,
@@ -314,8 +313,8 @@ def _name(mixer: Mixer) -> str:
         return "recurrent layers"
     if mixer.window or mixer.chunk:
         return "attention over a window"
-    plain = Attention(mixer.heads, mixer.kv_heads, mixer.head_dim)
-    if mixer.qk_norm != "width" and replace(mixer, qkv_bias=False, o_bias=False, qk_norm="none", bf16=None) == plain:
+    plain = Attention(mixer.heads, mixer.kv_heads, mixer.head_dim, bf16=mixer.bf16, stored=mixer.stored)
+    if mixer.qk_norm != "width" and replace(mixer, qkv_bias=False, o_bias=False, qk_norm="none") == plain:
         return ""
     return "attention of another kind than Qwen3's"
 

@@ -11,8 +11,9 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts
+from fp8plan.model.architecture.kept import OUTPUTS, Kept
 from fp8plan.model.emit.trainers import ENGINE_E8M0, TRAINERS
-from fp8plan.model.emit.vllm import ignored
+from fp8plan.model.emit.vllm import kept_patterns
 from fp8plan.model.plan.candidates import risks_with
 from fp8plan.model.plan.choice import power, speed_up
 from fp8plan.model.plan.ways import ENDS, engine_with, matching_trainer
@@ -20,7 +21,7 @@ from fp8plan.model.risk.remedies import BF16, POW2, Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.scene import Lever, Scene
 
-FEWEST_AND_MOST: Final = (ENDS[0], ENDS[-1])  # counts of first and last layers that have a row
+TRIED: Final[tuple[Kept, ...]] = (ENDS[0], ENDS[-1], (0, 0, OUTPUTS))  # values of keep_bf16 that have a row
 
 
 def remedy_levers(scene: Scene) -> Iterator[Lever]:
@@ -35,9 +36,8 @@ def remedy_levers(scene: Scene) -> Iterator[Lever]:
     if any(own.keep_bf16):
         yield from _lever(scene, replace(own, keep_bf16=(0, 0)), in_plan=True)
     else:
-        for ends in FEWEST_AND_MOST:
-            if sum(ends) < setup.shape.num_layers:
-                yield from _lever(scene, replace(own, keep_bf16=ends))
+        for kept in TRIED:
+            yield from _lever(scene, replace(own, keep_bf16=kept))
     if own.trainer_precision != BF16:
         yield from _lever(scene, replace(own, trainer_precision=BF16), in_plan=True)
     else:
@@ -45,7 +45,7 @@ def remedy_levers(scene: Scene) -> Iterator[Lever]:
 
 
 def _lever(scene: Scene, other: Remedies, in_plan: bool = False) -> Iterator[Lever]:
-    """The lever between the plan's remedies and others, unless an engine with the others does not fit.
+    """The lever between the plan's remedies and others, unless no engine can have the others.
 
     other:   the plan's remedies with one more, or with one less
     in_plan: with one less
@@ -86,8 +86,8 @@ def _price(remedy: Remedies) -> str:
 def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, str]:
     """The remedy in the words of each program that has some. remedies: all of the engine with it"""
     if any(remedy.keep_bf16):
-        pattern = ignored(replace(scene.choice.setup, keep_bf16=remedies.keep_bf16))[-1]
-        return {"vllm": f"quantization_config ignore: {pattern}", "fp8plan": f"keep_bf16={remedies.keep_bf16}"}
+        patterns = ", ".join(kept_patterns(replace(scene.choice.setup, keep_bf16=remedies.keep_bf16)))
+        return {"vllm": f"quantization_config ignore: {patterns}", "fp8plan": f"keep_bf16={remedies.keep_bf16}"}
     words = {}
     if remedy.router_replay:
         words["vllm"] = "--enable-return-routed-experts"

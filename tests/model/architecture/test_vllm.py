@@ -13,6 +13,7 @@ from family_configs import INSIDE, config_of, shape_of
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.families import FAMILIES
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.configs import QUANT_FILE
 from fp8plan.model.emit.vllm import ignored
 from fp8plan.model.setup import EngineSetup
@@ -62,17 +63,23 @@ def padded(size: int) -> int:
     return -(-size // 128) * 128
 
 
-def folder_of(name: str, odd: bool, parent: Path) -> tuple[Path, Counter[tuple[int, int, bool]]]:
+def has_outputs(shape: ModelShape) -> bool:
+    return any(linear.name == "o_proj" for linear in shape.linears())
+
+
+def folder_of(name: str, odd: bool, kept: Kept, parent: Path) -> tuple[Path, Counter[tuple[int, int, bool]]]:
     """Write what the script reads of a family, and count its linears as fp8plan has them."""
     from transformers import AutoModelForCausalLM
 
     config = config_of(name, FIELDS.get(name, {}) | (COMMON_ODD | ODD.get(name, {}) if odd else {}))
     own = AutoModelForCausalLM._model_mapping[type(config)].__name__
     config.architectures = [ARCHITECTURES.get(name, own)]
-    folder = parent / f"{name}{'_odd' * odd}"
+    folder = parent / f"{name}{'_odd' * odd}{'_kept' * any(kept)}"
     config.save_pretrained(folder)
-    shape, found = shape_of(config, name), Counter[tuple[int, int, bool]]()
-    (folder / "ignored.json").write_text(json.dumps(ignored(EngineSetup(shape, "h200", "fp8_block"))))
+    plain, found = shape_of(config, name), Counter[tuple[int, int, bool]]()
+    setup = EngineSetup(plain, "h200", "fp8_block", keep_bf16=kept if has_outputs(plain) else (0, 0))
+    (folder / "ignored.json").write_text(json.dumps(ignored(setup)))
+    shape = setup.shape
     assert bool(shape.left_in_bf16()) or not odd
     for linear in (x for x in shape.linears() if x.name != "lm_head"):
         found[linear.n, linear.k, linear.quantised] += linear.layers
@@ -86,11 +93,12 @@ def folder_of(name: str, odd: bool, parent: Path) -> tuple[Path, Counter[tuple[i
 @pytest.mark.vllm
 @pytest.mark.parametrize("names", [(FIRST, "qwen3"), pytest.param(NAMES, marks=pytest.mark.slow)], ids=["two", "all"])
 def test_vllm_builds_the_same_linears(names: tuple[str, ...], tmp_path: Path) -> None:
-    """As published, and with sizes that leave most linears in BF16, by the patterns that a plan emits. In one process
-    for all, as to import vLLM takes longer than to build them.
+    """As published, with sizes that leave most linears in BF16, and with attention outputs kept, by the patterns that a
+    plan emits. In one process for all, as to import vLLM takes longer than to build them.
     """
     pytest.importorskip("vllm")
-    expected = dict(folder_of(name, odd, tmp_path) for odd in (False, True) for name in names)
+    kinds: list[tuple[bool, Kept]] = [(False, (0, 0)), (True, (0, 0)), (False, (0, 0, "o_proj"))]
+    expected = dict(folder_of(name, odd, kept, tmp_path) for odd, kept in kinds for name in names)
     assert built(expected, tmp_path) == {x.name: y for x, y in expected.items()}
 
 

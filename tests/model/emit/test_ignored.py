@@ -15,6 +15,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.architecture.parts import Mlp
 from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
@@ -24,11 +25,14 @@ QWEN = ModelShape.from_hf("Qwen/Qwen3-8B")
 GLM = ModelShape.from_hf("zai-org/GLM-4.5-Air")
 
 
+OUTPUTS: Kept = (0, 0, "o_proj")
+
+
 def matched(patterns: Sequence[str], name: str) -> bool:
     return any(re.match(pattern.removeprefix("re:"), name) for pattern in patterns)
 
 
-def left_out(model: ModelShape | str, tensor_parallel_size: int = 1, keep_bf16: tuple[int, int] = (0, 0)) -> list[str]:
+def left_out(model: ModelShape | str, tensor_parallel_size: int = 1, keep_bf16: Kept = (0, 0)) -> list[str]:
     limits = EngineLimits(tensor_parallel_size=tensor_parallel_size)
     return ignored(EngineSetup(model, "h200", "fp8_block", limits, keep_bf16=keep_bf16))
 
@@ -68,6 +72,19 @@ def test_kept_layers_are_one_pattern_beside_the_others() -> None:
         left_out(GLM, keep_bf16=(40, 6))
     with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 1\), and the checkpoint holds its weights in FP8 \(fp8"):
         vllm_kwargs(EngineSetup("Qwen/Qwen3-8B-FP8", "h200", "fp8_block", keep_bf16=(1, 1)))
+
+
+def test_attention_outputs_are_one_pattern_beside_the_others() -> None:
+    """Inputs of 960 are no whole blocks: vLLM leaves these in BF16, whatever is kept."""
+    narrow = replace(QWEN, hidden_size=960)
+    patterns = left_out(narrow, keep_bf16=OUTPUTS)
+    assert patterns[:-1] == left_out(narrow)
+    for beside in (left_out(narrow, keep_bf16=(1, 1, "o_proj")), left_out("of/nothing-known", keep_bf16=OUTPUTS)):
+        assert beside[-1] == patterns[-1]
+    outputs = ("self_attn.o_proj", "attn.o_proj", "mixer.o_proj", "self_attn.dense", "self_attn.out_proj")
+    others = ("self_attn.qkv_proj", "mlp.down_proj", "mlp.o_proj_norm", "linear_attn.out_proj", "conv.out_proj")
+    found = [name for name in (*outputs, *others) if matched(patterns[-1:], f"model.layers.5.{name}")]
+    assert found == list(outputs)
 
 
 def test_layers_of_a_model_that_is_not_planned_are_counted_in_its_config(tmp_path: Path) -> None:

@@ -116,15 +116,17 @@ def test_a_plan_of_a_schema_without_remedies_has_none() -> None:
 
 
 def test_remedies_are_saved_and_reach_the_engine_of_every_choice() -> None:
-    remedies = Remedies(True, "fp8_block", (2, 1))
+    remedies = Remedies(True, "fp8_block", (2, 1, "o_proj"))
     plan = Plan.from_json(plans.saved(remedies=remedies).to_json())
     assert plan.remedies == remedies
     assert plan.setup("fp8_block").shape.left_in_bf16()
     assert plan.setup("bf16").shape.left_in_bf16() == ()
     data = plan.to_dict()
     data["remedies"]["keep_bf16"] = [1]
-    with pytest.raises(ConfigError, match=r"remedies.keep_bf16 is \[1\]; allowed: a list of length 2"):
+    with pytest.raises(ConfigError, match=r"the plan: remedies: keep_bf16 is \(1,\); allowed: two counts of layers"):
         Plan.from_json(json.dumps(data))
+    data["remedies"]["keep_bf16"] = [2, 1]
+    assert Plan.from_json(json.dumps(data)).remedies == Remedies(True, "fp8_block", (2, 1))
 
 
 @pytest.mark.parametrize(

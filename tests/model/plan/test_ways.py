@@ -8,6 +8,8 @@ from functools import cache
 
 import pytest
 
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import ShortConv
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
@@ -51,7 +53,7 @@ def test_what_is_allowed_needs_no_way() -> None:
 
 def test_router_replay_is_offered_with_the_kl_and_the_time_of_a_plan_that_has_it() -> None:
     replayed, plain = planned(EXPERTS, 1.0, remedies=REPLAY).plan, planned(EXPERTS, 1.0).plan
-    limit = (high(EXPERTS, "fp8_block") * high(EXPERTS, "fp8_block", REPLAY)) ** 0.5
+    limit = high(EXPERTS, "fp8_block", REPLAY) * 1.01
     prediction = planned(EXPERTS, limit)
     offered = way(prediction, "fp8_block")
     assert offered is not None
@@ -71,14 +73,28 @@ def test_router_replay_is_offered_with_the_kl_and_the_time_of_a_plan_that_has_it
     assert f"+{offered.added_s:.3g} s a rollout, risk low." in reason
 
 
-def test_a_dense_model_keeps_the_fewest_layers_that_are_enough() -> None:
-    bounds = [high(DENSE, "fp8_block", Remedies(keep_bf16=ends)) for ends in ((0, 0), *ENDS)]
+def test_beside_attention_outputs_the_fewest_layers_are_kept_that_are_enough() -> None:
+    every = [Remedies(keep_bf16=(*ends, "o_proj")) for ends in ((0, 0), *ENDS)]
+    bounds = [high(DENSE, "fp8_block", remedies) for remedies in every]
     assert bounds == sorted(bounds, reverse=True)
-    for ends, before, after in zip(ENDS, bounds[:-1], bounds[1:], strict=True):
-        offered = way(planned(DENSE, (before * after) ** 0.5), "fp8_block")
+    for remedies, before, after in zip(every[1:], bounds[:-1], bounds[1:], strict=True):
+        offered = way(planned(DENSE, (before * after) ** 0.5, remedies=every[0]), "fp8_block")
         assert offered is not None
-        assert offered.remedies == Remedies(keep_bf16=ends)
+        assert offered.remedies == remedies
         assert offered.added_s > 0
+
+
+def test_what_a_model_lacks_is_not_offered() -> None:
+    """Without attention there are no outputs to keep, and of two layers none would be left."""
+    dense, trained = ModelShape.from_hf(DENSE), Remedies(trainer_precision=POW2)
+    layers = tuple(replace(layer, mixer=ShortConv(4096, 3)) for layer in dense.layers[:2])
+    request = replace(planned(DENSE, 1.0, "b200").request, model=replace(dense, layers=layers))
+    (enough,) = (x.kl_k3_high for x in predict(replace(request, remedies=trained)).plan.choices
+                 if x.precision == "fp8_block")  # fmt: skip
+    assert enough is not None
+    offered = way(predict(replace(request, budget=RiskBudget(enough * 1.01, 1.0, 0.0, accept="low"))), "fp8_block")
+    assert offered is not None
+    assert offered.remedies == trained
 
 
 def test_a_trainer_on_the_rollout_s_grid_is_named_behind_what_leaves_training_alone() -> None:
@@ -96,13 +112,15 @@ def test_a_trainer_on_the_rollout_s_grid_is_named_behind_what_leaves_training_al
 
 def test_a_trainer_in_fp8_is_offered_where_nothing_else_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8plan.model.plan.ways.ENDS", ())
-    plain, trained = (high(DENSE, "fp8_block", Remedies(trainer_precision=x), "b200") for x in ("bf16", POW2))
-    request = planned(DENSE, 1.0, "b200").request
+    own = Remedies(keep_bf16=(0, 0, "o_proj"))
+    both = replace(own, trainer_precision=POW2)
+    plain, trained = (high(DENSE, "fp8_block", remedies, "b200") for remedies in (own, both))
+    request = planned(DENSE, 1.0, "b200", own).request
     limit = (plain * trained) ** 0.5
     prediction = predict(replace(request, budget=RiskBudget(limit, 1.0, 0.0, accept="low")))
     offered = way(prediction, "fp8_block")
     assert offered is not None
-    assert offered.remedies == Remedies(trainer_precision=POW2)
+    assert offered.remedies == both
     assert offered.added_s == 0
     (reason,) = (x for x in prediction.plan.reasons if x.startswith("fp8_block would be"))
     assert reason.endswith("no more time, risk low. That changes the training itself.")
@@ -144,8 +162,7 @@ def test_remedies_of_the_plan_stay_in_what_is_offered_further() -> None:
 
 def test_a_trainer_of_the_plan_is_no_further_change_of_the_training() -> None:
     own, both = Remedies(trainer_precision=BLOCK), Remedies(True, BLOCK)
-    limit = (high(EXPERTS, "fp8_block", own) * high(EXPERTS, "fp8_block", both)) ** 0.5
-    prediction = planned(EXPERTS, limit, remedies=own)
+    prediction = planned(EXPERTS, high(EXPERTS, "fp8_block", both) * 1.01, remedies=own)
     offered = way(prediction, "fp8_block")
     assert offered is not None
     assert offered.remedies == both
@@ -154,13 +171,13 @@ def test_a_trainer_of_the_plan_is_no_further_change_of_the_training() -> None:
 
 
 def test_further_layers_are_kept_beside_those_of_the_plan() -> None:
-    limit = high(DENSE, "fp8_block", Remedies(keep_bf16=(4, 4))) * 1.01
-    offered = way(planned(DENSE, limit, remedies=Remedies(keep_bf16=(3, 0))), "fp8_block")
+    limit = high(DENSE, "fp8_block", Remedies(keep_bf16=(4, 4, "o_proj"))) * 1.01
+    offered = way(planned(DENSE, limit, remedies=Remedies(keep_bf16=(3, 0, "o_proj"))), "fp8_block")
     assert offered is not None
-    assert offered.remedies.keep_bf16 == (4, 4)
+    assert offered.remedies.keep_bf16 == (4, 4, "o_proj")
     assert offered.kl_k3_high == pytest.approx(limit / 1.01)
-    limit = high(DENSE, "fp8_block", Remedies(keep_bf16=(4, 6))) * 1.01
-    assert way(planned(DENSE, limit, remedies=Remedies(keep_bf16=(0, 6))), "fp8_block") is None
+    limit = high(DENSE, "fp8_block", Remedies(keep_bf16=(4, 6, "o_proj"))) * 1.01
+    assert way(planned(DENSE, limit, remedies=Remedies(keep_bf16=(0, 6, "o_proj"))), "fp8_block") is None
 
 
 def test_of_the_chosen_precision_only_the_chosen_layout_has_a_way() -> None:
@@ -172,7 +189,7 @@ def test_of_the_chosen_precision_only_the_chosen_layout_has_a_way() -> None:
 
 
 def test_a_choice_with_a_way_is_saved_and_read() -> None:
-    limit = (high(EXPERTS, "fp8_block") * high(EXPERTS, "fp8_block", REPLAY)) ** 0.5
+    limit = high(EXPERTS, "fp8_block", REPLAY) * 1.01
     plan = planned(EXPERTS, limit).plan
     assert Plan.from_json(plan.to_json()) == plan
     saved = json.loads(plan.to_json())["choices"]
@@ -180,7 +197,7 @@ def test_a_choice_with_a_way_is_saved_and_read() -> None:
 
 
 def test_the_way_of_a_plan_with_the_trainer_s_times_is_that_of_the_whole_step() -> None:
-    limit = (high(EXPERTS, "fp8_block") * high(EXPERTS, "fp8_block", REPLAY)) ** 0.5
+    limit = high(EXPERTS, "fp8_block", REPLAY) * 1.01
     request = planned(EXPERTS, limit).request
     of_rollout = way(planned(EXPERTS, limit), "fp8_block")
     prediction = predict(replace(request, trainer=StepTimes(train_s=1, logprob_s=1), link="200Gb/s"))

@@ -15,10 +15,11 @@ from uniform_models import uniform
 from benchmarks.tables import probe
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
 from fp8plan.model.risk.fit import Z90, committed_fit, log_gradient, predicted_kl
-from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
+from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies, typed_kept
 from fp8plan.model.risk.theory import SAME_GRID_SD, routing_term, setting_of, trainer_sd
 from tools.risk_report import BLOCK_OF_FP32, leave_one_source_out, quantise_blocks, read_observations, rms
 
@@ -153,15 +154,21 @@ def test_the_kv_caches_part_stays() -> None:
     assert parts[1] - parts[0] == pytest.approx(alone)
 
 
-@pytest.mark.parametrize(("ends", "left"), [((0, 0), 36), ((1, 1), 34), ((3, 0), 33), ((30, 30), 0), ((0, 99), 0)])
-def test_first_and_last_layers_in_bf16_are_not_counted(ends: tuple[int, int], left: int) -> None:
-    remedies = Remedies(keep_bf16=ends)
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        ((0, 0), 36), ((1, 1), 34), ((3, 0), 33), ((17, 18), 1),
+        ((0, 0, "o_proj"), 36 - 9), ((1, 1, "o_proj"), 34 - 8.5),  # of a layer's four linears one is an output
+    ],
+)  # fmt: skip
+def test_linears_in_bf16_are_not_counted(kept: Kept, left: float) -> None:
+    remedies = Remedies(keep_bf16=kept)
     assert setting_of(DENSE, FP8_BLOCK, remedies=remedies).quantised_layers == left
-    kept = risk(DENSE, FP8_BLOCK, remedies)
-    assert kept.kl_k3 == pytest.approx(
+    expected = risk(DENSE, FP8_BLOCK, remedies)
+    assert expected.kl_k3 == pytest.approx(
         risk(DENSE, BF16, Remedies()).kl_k3 * (1 - left / 36) + risk(DENSE, FP8_BLOCK, Remedies()).kl_k3 * left / 36
     )
-    assert any("first and last layers" in reason for reason in kept.reasons) == (ends != (0, 0))
+    assert any("linears kept in BF16" in reason for reason in expected.reasons) == any(kept)
     assert risk(DENSE, BF16, remedies) == risk(DENSE, BF16, Remedies())
 
 
@@ -260,12 +267,29 @@ def test_the_linears_of_an_fp8_trainer_are_those_of_one_gpu_whatever_the_layout_
 
 
 @pytest.mark.parametrize(
-    ("ends", "words"),
-    [((1, 1), "first and last layer"), ((0, 1), "last layer"), ((2, 1), "first 2 and last 1 layers"), ((0, 0), None)],
+    ("kept", "words"),
+    [
+        ((1, 1), "the first and last layer in BF16"),
+        ((0, 1), "the last layer in BF16"),
+        ((2, 1), "the first 2 and last 1 layers in BF16"),
+        ((0, 0, "o_proj"), "attention outputs in BF16"),
+        ((0, 1, "o_proj"), "the last layer and attention outputs in BF16"),
+        ((0, 0), ""),
+    ],
 )
-def test_kept_layers_are_named_by_their_numbers(ends: tuple[int, int], words: str | None) -> None:
-    assert Remedies(keep_bf16=ends).words(fp8_weights=True) == (f"the {words} in BF16" if words else "")
-    assert Remedies(keep_bf16=ends).words(fp8_weights=False) == ""
+def test_kept_linears_are_named(kept: Kept, words: str) -> None:
+    assert Remedies(keep_bf16=kept).words(fp8_weights=True) == words
+    assert Remedies(keep_bf16=kept).words(fp8_weights=False) == ""
+
+
+def test_what_is_typed_for_kept_linears_is_read_again() -> None:
+    for kept in ((1, 1), (0, 2, "o_proj")):
+        words = Remedies(keep_bf16=kept).options.split()
+        assert words[0] == "--keep-bf16"
+        assert typed_kept(words[1]) == typed_kept(words[1].replace(",", ", ")) == kept
+    for typed in ("", "1", "1,x", "1,-1", "1,1,qkv_proj", "1,1,o_proj,o_proj", "o_proj"):
+        with pytest.raises(ConfigError, match=r"allowed: two counts of layers, .* typed 1,1 or 1,1,o_proj"):
+            typed_kept(typed)
 
 
 def test_an_unknown_trainer_is_one_clear_error() -> None:

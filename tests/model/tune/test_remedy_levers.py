@@ -20,6 +20,7 @@ from fp8plan.model.workload import Fixed, Workload
 EXPERTS, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
 WORK = Workload(16, 8, Fixed(256), Fixed(512))
 REPLAY, KEPT, TRAINED = "router replay", "the first and last layer in BF16", "a trainer in fp8_block"
+OUTPUTS = "attention outputs in BF16"
 
 
 def request(model: str, remedies: Remedies, precision: str = "fp8_block") -> TuneRequest:
@@ -44,6 +45,7 @@ def planned(remedies: Remedies) -> tuple[float, float]:
     [
         (REPLAY, Remedies(router_replay=True)),
         (KEPT, Remedies(keep_bf16=(1, 1))),
+        (OUTPUTS, Remedies(keep_bf16=(0, 0, "o_proj"))),
         (TRAINED, Remedies(trainer_precision="fp8_block")),
     ],
 )
@@ -65,7 +67,7 @@ def test_a_trainer_in_fp8_takes_no_time_of_the_rollout() -> None:
 
 def test_what_a_model_or_a_precision_lacks_has_no_row() -> None:
     assert REPLAY not in found(DENSE, Remedies())
-    assert {KEPT, "the first 4 and last 4 layers in BF16", TRAINED} == found(DENSE, Remedies()).keys()
+    assert {KEPT, "the first 4 and last 4 layers in BF16", OUTPUTS, TRAINED} == found(DENSE, Remedies()).keys()
     assert found(DENSE, Remedies(), "bf16") == {}
     assert list(found(EXPERTS, Remedies(), "bf16")) == [REPLAY]
 
@@ -77,6 +79,10 @@ def test_words_are_the_engine_s_and_the_trainers_own() -> None:
     assert rows[REPLAY].words["TRL"] == "fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)"
     assert rows[KEPT].words["vllm"].endswith(r"re:.*\.layers\.(0|47)\..*")
     assert rows[KEPT].words["fp8plan"] == "keep_bf16=(1, 1)"
+    kept = found(EXPERTS, Remedies(keep_bf16=(1, 1, "o_proj")))
+    both = kept["the first and last layer and attention outputs in BF16"]
+    assert both.words["vllm"].startswith(r"quantization_config ignore: re:.*\.layers\.(0|47)\..*, re:.*\.(o_proj|")
+    assert both.words["fp8plan"] == "keep_bf16=(1, 1, 'o_proj')"
     assert "vllm" not in rows[TRAINED].words
     followed = found(EXPERTS, Remedies(trainer_precision="fp8_block_pow2"))["a trainer in fp8_block_pow2"]
     assert followed.words["vllm"] == "VLLM_USE_DEEP_GEMM_E8M0=1"

@@ -26,6 +26,7 @@ from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 
 if TYPE_CHECKING:
+    from fp8plan.model.architecture.kept import Kept
     from fp8plan.model.setup import EngineSetup
 
 Answer = TypeVar("Answer")
@@ -63,7 +64,7 @@ class AsyncRolloutEngine(
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] | None = None,
+        keep_bf16: Kept | None = None,
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:

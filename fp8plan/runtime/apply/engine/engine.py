@@ -51,6 +51,7 @@ from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 
 if TYPE_CHECKING:
+    from fp8plan.model.architecture.kept import Kept
     from fp8plan.model.setup import EngineSetup
     from fp8plan.runtime.watch.guard.guard import Verdict
     from fp8plan.runtime.watch.guard.observation import Observation
@@ -235,7 +236,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] | None = None,
+        keep_bf16: Kept | None = None,
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> RolloutEngine:
@@ -246,7 +247,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         sync:        how weights are synced; None: as the precision asks for (SyncSettings.planned)
         remote:      whether the trainer's tensors come over a link (fp8plan.runtime.apply.weight_sync.nccl)
         guard:       when the guard advises to step down; None: the defaults
-        keep_bf16:   how many first and last layers keep their linears in BF16; None: as in the setup
+        keep_bf16:   linears that stay in BF16, as in Remedies; None: as in the setup
         precisions:  presets that the engine may step down to; None: any
         vllm_kwargs: further arguments of vllm.LLM, which win over the setup's limits, but not over its precision
 

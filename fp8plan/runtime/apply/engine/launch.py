@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8plan.errors import ConfigError, Fp8PlanError, warn
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable
@@ -192,7 +193,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str
 def launch(
     setup: EngineSetup,
     model_path: str | None = None,
-    keep_bf16: tuple[int, int] | None = None,
+    keep_bf16: Kept | None = None,
     more: Mapping[str, Any] | None = None,
     precisions: Sequence[str] | None = None,
     beside: Collection[str] = (),

@@ -40,6 +40,7 @@ from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 if TYPE_CHECKING:
+    from fp8plan.model.architecture.kept import Kept
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
     from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
@@ -89,7 +90,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         mode: Literal["inprocess", "multiprocess"] = "inprocess",
         sync: SyncSettings | None = None,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] | None = None,
+        keep_bf16: Kept | None = None,
         precisions: Sequence[str] | None = None,
         expected_tokens: float = 1.0,
         cpus_per_replica: float = 1.0,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.emit.vllm import ignored
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -129,12 +130,12 @@ def probe(
 class _Engine(NamedTuple):
     """An engine that samples.
 
-    keep_bf16: how many first and last layers keep their linears in BF16
+    keep_bf16: as in Remedies
     remedies:  those whose trainers score its samples
     """
 
     preset: Precision
-    keep_bf16: tuple[int, int]
+    keep_bf16: Kept
     remedies: tuple[Remedies, ...]
 
     @property
@@ -151,11 +152,11 @@ def _engines(presets: Sequence[Precision], remedies: Sequence[Remedies]) -> list
     """The engines of all precisions. Only those with FP8 weights have layers to keep."""
     engines = []
     for preset in presets:
-        by_layers: dict[tuple[int, int], list[Remedies]] = {}
+        by_kept: dict[Kept, list[Remedies]] = {}
         for each in dict.fromkeys(in_effect(remedy, preset.name) for remedy in remedies):
-            kept = (0, 0) if preset.weights == BF16 else each.keep_bf16
-            by_layers.setdefault(kept, []).append(each)
-        engines += [_Engine(preset, kept, tuple(those)) for kept, those in by_layers.items()]
+            kept: Kept = (0, 0) if preset.weights == BF16 else each.keep_bf16
+            by_kept.setdefault(kept, []).append(each)
+        engines += [_Engine(preset, kept, tuple(those)) for kept, those in by_kept.items()]
     return engines
 
 

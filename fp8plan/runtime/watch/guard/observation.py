@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision, find_precision
@@ -110,7 +111,7 @@ class EngineFacts:
     cudagraph_mode: str | None = None
     not_predicted: Sequence[str] = ()
     inside: str = OWN
-    keep_bf16: tuple[int, int] = (0, 0)
+    keep_bf16: Kept = (0, 0)
     delta_bytes: int | None = None
     kv_fixed: bool = False
     host_loop_s: float | None = None

@@ -534,6 +534,25 @@ def test_first_and_last_layers_stay_bf16_when_asked() -> None:
         assert generate(engine) == reference
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_attention_outputs_stay_bf16_when_asked_and_nothing_else(first: int) -> None:
+    def in_bf16(model: Any) -> list[str]:
+        methods = {name: type(getattr(part, "quant_method", None)).__name__ for name, part in model.named_modules()}
+        return [name for name, method in methods.items() if method == "UnquantizedLinearMethod"]
+
+    kept = {"precision": "fp8_block", "keep_bf16": (first, 0, "o_proj")}
+    with started("dense", "b", **kept) as engine:
+        reference = generate(engine)
+    with started("dense", "a", **kept) as engine:
+        (names,) = engine.llm.apply_model(in_bf16)
+        linears = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+        every = [(layer, name) for layer in range(LAYERS) for name in linears]
+        expected = [f"model.layers.{i}.{name}" for i, name in every if i < first or name == "self_attn.o_proj"]
+        assert names == expected
+        assert engine.sync_weights(weights("dense", "b")).layers["float8_e4m3fn"] == 4 * LAYERS - len(expected)
+        assert generate(engine) == reference
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -546,6 +565,8 @@ def test_first_and_last_layers_stay_bf16_when_asked() -> None:
         ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "kv_cache_dtype, quantization come from the plan"),
         ({"keep_bf16": (-1, 0)}, r"keep_bf16 is \(-1, 0\); allowed: two counts"),
         ({"keep_bf16": (2, 2)}, "the model has 3 layers"),
+        ({"keep_bf16": (0, 0, "q_proj")}, r"keep_bf16 is \(0, 0, 'q_proj'\); allowed: two counts"),
+        ({"keep_bf16": (0, 0, "o_proj"), "choice": 0}, "bf16 has no FP8 weights; leave it out"),
         ({"keep_bf16": (1, 0), "choice": 0}, "bf16 has no FP8 weights; leave it out"),
     ],
 )

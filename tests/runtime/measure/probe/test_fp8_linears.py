@@ -63,7 +63,7 @@ def test_without_rounding_the_model_is_its_own(kind: str, plainly: None) -> None
 
 
 def test_modules_that_vllm_leaves_in_bf16_are_not_rounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Routers, kept layers, and linears whose input is no multiple of 128. lm_head is outside the decoder."""
+    """Routers, kept linears, and those whose input is no multiple of 128. lm_head is outside the decoder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -72,10 +72,10 @@ def test_modules_that_vllm_leaves_in_bf16_are_not_rounded(monkeypatch: pytest.Mo
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, keep_bf16=(1, 1)))
+    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, keep_bf16=(1, 1, "o_proj")))
     with fp8_linears(model.model, "fp8_block", in_bf16):
         rounded = {name for name, part in model.named_modules() if "forward" in vars(part)}
-    names = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj".split()
+    names = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj".split()
     assert rounded == {f"model.layers.1.{name}" for name in names}
 
 
