@@ -126,6 +126,11 @@ class Margin(NamedTuple):
     difference: float
     error: float
 
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Margin:
+        """The margin of differences, one for each seed; two at least."""
+        return cls(fmean(differences), stdev(differences) / len(differences) ** 0.5)
+
     @property
     def cell(self) -> str:
         return f"{self.difference:+.3f} ± {self.error:.3f}"
@@ -136,7 +141,7 @@ def margin(mine: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> M
     differences = [mine[seed] - other[seed] for seed in mine if seed in other]
     if len(differences) < SEEDS:
         return None
-    return Margin(fmean(differences), stdev(differences) / len(differences) ** 0.5)
+    return Margin.of(differences)
 
 
 def pooled(rewards: Rewards, law: str, other: str, mismatches: Sequence[str] = JUDGED) -> Margin | None:

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Final
 
 from scipy.stats import t
 
 from benchmarks.learning.arms import EVERY
-from benchmarks.learning.tables import NAMES, USUAL, kept_runs
+from benchmarks.learning.tables import NAMES, UNSEEN, USUAL, Margin, kept_runs
 from benchmarks.tables.markdown import table
 
 WORSE_IN_ONE: Final = -0.05
@@ -79,8 +79,8 @@ class Clause:
 
     @property
     def lower_end(self) -> float:
-        error = stdev(self.differences) / len(self.differences) ** 0.5
-        return fmean(self.differences) - float(t.ppf(CONFIDENCE, len(self.differences) - 1)) * error
+        margin = Margin.of(self.differences)
+        return margin.difference - float(t.ppf(CONFIDENCE, len(self.differences) - 1)) * margin.error
 
     @property
     def holds(self) -> bool | None:
@@ -89,19 +89,12 @@ class Clause:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        verdict = {True: "holds", False: "fails", None: f"{self.seeds - len(self.differences)} seeds are missing"}
-        if len(self.differences) < 2:
-            return (
-                self.policy,
-                self.mismatch,
-                str(len(self.differences)),
-                "-",
-                "-",
-                f"{self.bound:g}",
-                verdict[self.holds],
-            )
-        figures = f"{fmean(self.differences):+.3f}", f"{self.lower_end:+.3f}"
-        return self.policy, self.mismatch, str(len(self.differences)), *figures, f"{self.bound:g}", verdict[self.holds]
+        seeds = len(self.differences)
+        verdicts = {True: "holds", False: "fails", None: f"{self.seeds - seeds} seeds are missing"}
+        figures = [UNSEEN, UNSEEN]
+        if seeds > 1:
+            figures = [f"{fmean(self.differences):+.3f}", f"{self.lower_end:+.3f}"]
+        return self.policy, self.mismatch, str(seeds), *figures, f"{self.bound:g}", verdicts[self.holds]
 
 
 Rewards = Mapping[str, Mapping[int, float]]  # arm -> seed -> reward after the run

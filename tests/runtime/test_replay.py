@@ -292,12 +292,17 @@ def test_packed_sequences_have_their_own_routes() -> None:
         assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_a_wrapped_model_and_its_backbone_replay_alike() -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+def altered_run() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A model, its input, routes that are not its own, and its logits with them."""
     model, ids = model_of("qwen3_moe"), ids_of()
     routes = altered(own_routes(model, ids))
     with replayed(model, routes):
-        expected = model(ids).logits
+        return model, ids, routes, model(ids).logits
+
+
+def test_a_wrapped_model_and_its_backbone_replay_alike() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model, ids, routes, expected = altered_run()
     with replayed(model, routes):  # a trainer that computes the head itself
         assert torch.equal(model.lm_head(model.model(ids).last_hidden_state), expected)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
@@ -307,10 +312,7 @@ def test_a_wrapped_model_and_its_backbone_replay_alike() -> None:
 
 def test_routers_that_peft_trains_are_replayed_and_so_are_those_they_stand_for() -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    model, ids = model_of("qwen3_moe"), ids_of()
-    routes = altered(own_routes(model, ids))
-    with replayed(model, routes):
-        expected = model(ids).logits
+    model, ids, routes, expected = altered_run()
     settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])
     wrapped = peft.get_peft_model(model, settings)
     wrapped.add_adapter("reference", settings)

@@ -366,6 +366,7 @@ def _latest(records: Sequence[Record]) -> list[Record]:
     """The last MOST records of each engine and model, in order."""
     engines: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
+        # As text, since a list (keep_bf16) is no key.
         engines.setdefault(tuple(str(record.fields.get(name)) for name in OF_ENGINE), []).append(record)
     return sorted((record for own in engines.values() for record in own[-MOST:]), key=lambda record: record.line)
 

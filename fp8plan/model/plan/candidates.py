@@ -298,8 +298,7 @@ def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> C
     if request.trainer is not None:
         wait = wait_seconds(setup.inside, profile) + to_trainer_s
         step_s = (candidate.makespan_s or 0.0) + request.trainer.seconds(tokens) + syncs[0].seconds + wait
-    candidate = replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=model.layout_error)
-    return replace(candidate, routes=routes)
+    return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=model.layout_error, routes=routes)
 
 
 RiskKey = tuple[Precision, tuple[Linear, ...]]
@@ -322,14 +321,14 @@ def risk_key(setup: EngineSetup) -> RiskKey:
 def risks_with(
     remedies: Remedies, setup: EngineSetup, request: PlanRequest
 ) -> tuple[MismatchRisk, MismatchRisk | None]:
-    """The values of a Candidate's `risk` and `unit_risk` with these remedies, in place of those of the request."""
+    """The values of a Candidate's `risk` and `unit_risk` for an engine with these remedies, not the request's."""
 
     def at(calibrated: bool) -> MismatchRisk:
         return mismatch_risk(
             setup.shape,
             setup.precision,
             request.batch.responses,
-            e8m0=setup.gpu.e8m0_scales or remedies.trainer_precision == POW2,
+            e8m0=setup.gpu.e8m0_scales or setup.e8m0,
             kv_scales_calibrated=calibrated,
             tensor_parallel_size=setup.limits.tensor_parallel_size,
             budget=request.risk_budget,

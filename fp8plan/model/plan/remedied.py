@@ -18,7 +18,8 @@ def way_of(choice: Choice, answer: Answer, own: Remedies, whose: str = "Its") ->
     further = way.remedies.beyond(own)
     needs = "also needs" if own.options else "needs"
     per = "a step" if answer.of_the_step else "a rollout"
-    added = f"{'-' if way.added_s < 0 else '+'}{seconds(abs(way.added_s))} s {per}" if way.added_s else "no more time"
+    sign = "-" if way.added_s < 0 else "+"
+    added = f"{sign}{seconds(abs(way.added_s))} s {per}" if way.added_s else "no more time"
     named = further.words(choice.preset.weights != "bf16")
     kl = f"k3 {power(choice.kl_k3)} -> {power(way.kl_k3)}"
     sentence = f"{risk}; it {needs} {named}: {kl}, {added}, risk {way.risk}."

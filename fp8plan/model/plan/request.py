@@ -258,12 +258,12 @@ class PlanRequest:
 
     def _check_experts(self) -> None:
         """Raise ConfigError for a model or a device whose engine returns no experts."""
-        asked = "router_replay" if self.remedies.router_replay else "enable_return_routed_experts"
-        leave_out = "--router-replay" if self.remedies.router_replay else asked
+        argument = "router_replay" if self.remedies.router_replay else "enable_return_routed_experts"
+        typed = "--router-replay" if self.remedies.router_replay else argument
         if not self.shape.parts_of(Experts):
-            raise ConfigError(f"{asked} is True, and {self.shape.name} has no experts; leave {leave_out} out")
+            raise ConfigError(f"{argument} is True, and {self.shape.name} has no experts; leave {typed} out")
         if self.card.is_cpu:
-            raise ConfigError(f"{asked} is True, and it is planned for GPUs alone; leave {leave_out} out")
+            raise ConfigError(f"{argument} is True, and it is planned for GPUs alone; leave {typed} out")
 
     @property
     def risk_budget(self) -> RiskBudget:

@@ -81,7 +81,7 @@ def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) ->
 
 def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[tuple[Way, Candidate]]:
     """The remedies that are enough, as few as possible, and their engines: with and without router replay, and with the
-    fewest layers or attention outputs in BF16.
+    fewest layers in BF16.
 
     Their seconds are not known yet. [] if none are enough.
     """

@@ -86,11 +86,12 @@ def probe(
     if (different := len({tuple(ids) for ids in tokens})) < 8:
         raise ConfigError(f"{different} different prompts are too few for an interval; allowed: at least 8")
     longest = max(len(ids) for ids in tokens) + settings.max_tokens
-    asked = [remedies] if isinstance(remedies, Remedies) else remedies or [NO_REMEDIES]
-    _refuse_replay_without_experts(model_path, asked)
+    several = [remedies] if isinstance(remedies, Remedies) else remedies
+    combinations = several or [NO_REMEDIES]
+    _refuse_replay_without_experts(model_path, combinations)
     sampled: dict[_Engine, list[Sampled]] = {}
     findings: dict[_Engine, list[Probed]] = {}
-    for engine in _engines(presets, asked):
+    for engine in _engines(presets, combinations):
         progress(f"{engine.label}: an engine starts and samples {len(tokens) * settings.samples} responses")
         begun = time.perf_counter()
         try:
