@@ -20,6 +20,7 @@ from rich.console import Console
 from benchmarks.learning.policies.make import task_of
 from benchmarks.learning.policies.table import POLICIES, policy_named
 from benchmarks.learning.policies.tasks import TRAIN
+from fp8plan.model.architecture.kept import OUTPUTS
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
@@ -38,7 +39,7 @@ def remedies_of(experts: bool) -> list[Remedies]:
     """All combinations, those without layers in BF16 first."""
     return [
         Remedies(replayed, trainer, kept)
-        for kept in ((0, 0), (1, 1))
+        for kept in ((0, 0), (1, 1), (1, 1, OUTPUTS))
         for trainer in (BF16, BLOCK)
         for replayed in ([False, True] if experts else [False])
     ]

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.tables import markdown
 from fp8plan import jsonl
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.kept import OUTPUTS
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import Z90
@@ -38,6 +39,7 @@ REMEDIES = {
     "router replay": Remedies(router_replay=True),
     "trainer fp8_block": Remedies(trainer_precision=BLOCK),
     "keep_bf16 1 1": Remedies(keep_bf16=(1, 1)),
+    "keep_bf16 1 1 o_proj": Remedies(keep_bf16=(1, 1, OUTPUTS)),
     "trainer fp8_block, keep_bf16 1 1": Remedies(trainer_precision=BLOCK, keep_bf16=(1, 1)),
     "router replay, trainer fp8_block": Remedies(router_replay=True, trainer_precision=BLOCK),
 }

@@ -19,7 +19,7 @@ SHAPES = Path(remedies.__file__).parents[1] / "learning" / "gpus" / "shapes"
 
 def test_replay_is_measured_for_models_with_experts_alone() -> None:
     dense, moe = remedies.remedies_of(False), remedies.remedies_of(True)
-    assert len(set(moe)) == len(moe) == 8
+    assert len(set(moe)) == len(moe) == 12
     assert dense == [each for each in moe if not each.router_replay]
     assert dense[0] == Remedies()
 

@@ -2,6 +2,7 @@
 # Routers are even, as in all measured rollouts. vLLM's own simulated routing sorts, which takes time. About 25 minutes; FP8
 # comes first.
 . ~/lease.env
+ended remedies # which shares the GPU
 results=benchmarks/results/routed_experts
 if [ -e $results/rollouts.jsonl ] && [ ! -e ~/res/routed_experts.jsonl ]; then # runs that have a record are left out
     cp $results/rollouts.jsonl ~/res/routed_experts.jsonl

@@ -165,7 +165,8 @@ ALL = remedies_of(experts=True)
 @pytest.mark.vllm
 def test_one_engine_samples_for_all_trainers(engines: list[tuple[Any, ...]]) -> None:
     found = probe(str(checkpoint("moe", "a")), ["bf16", "fp8_block"], PROMPTS, gpu="cpu", remedies=ALL, limits=LIMITS)
-    assert engines == [("bf16", (0, 0), True), ("fp8_block", (0, 0), True), ("fp8_block", (1, 1), True)]
+    kept = ((0, 0), (1, 1), (1, 1, "o_proj"))
+    assert engines == [("bf16", (0, 0), True), *(("fp8_block", each, True) for each in kept)]
     assert [probed.error for probed in found.findings] == [None] * len(found.findings)
     assert [probed.remedies for probed in found.findings if probed.precision == "fp8_block"] == ALL
     bf16 = [probed.remedies for probed in found.findings if probed.precision == "bf16"]
@@ -180,20 +181,19 @@ def test_one_engine_samples_for_all_trainers(engines: list[tuple[Any, ...]]) -> 
 
 @pytest.mark.vllm
 def test_the_table_and_json_name_the_remedies(engines: list[tuple[Any, ...]]) -> None:
-    tried = [*ALL, Remedies(True, keep_bf16=(1, 0, "o_proj"))]
-    found = probe(str(checkpoint("moe", "a")), ["fp8_block"], PROMPTS, gpu="cpu", remedies=tried, limits=LIMITS)
-    assert engines[-1][1] == (1, 0, "o_proj")
+    found = probe(str(checkpoint("moe", "a")), ["fp8_block"], PROMPTS, gpu="cpu", remedies=ALL, limits=LIMITS)
+    assert engines[-1][1] == (1, 1, "o_proj")
     console = Console(width=240)
     with console.capture() as shown:
         console.print(probe_report(found))
     lines = [line.split() for line in shown.get().splitlines() if line.startswith("fp8_block ")]
     assert [line[1:4] for line in lines] == [
         [each.trainer_precision, "yes" if each.router_replay else "no", ",".join(map(str, each.keep_bf16))]
-        for each in tried
+        for each in ALL
     ]
     assert "other experts" in shown.get()
     rows = json.loads(json.dumps(found.to_dict(), allow_nan=False))["precisions"]
-    assert [Remedies(**row["remedies"]) for row in rows] == tried
+    assert [Remedies(**row["remedies"]) for row in rows] == ALL
     assert all(0 <= row["experts_differ"] <= 1 for row in rows)
 
 
