@@ -21,7 +21,7 @@ for job in "$@"; do
 done
 running() {
     for job in ~/started/*; do
-        [ -e "$job/ended" ] || return 0
+        [ -e "$job/ended" ] || [ ! -e "$job" ] || return 0
     done
     return 1
 }

@@ -37,4 +37,4 @@ def returned_experts(picked: Choice) -> list[str]:
         return []
     sent = f"the trainer gets {routes['token']:,} bytes for each token, {routes['rollout'] / 1e9:.2g} GB in all"
     memory = f"{routes['device'] / 1e6:,.0f} MB more of each GPU, and up to {routes['host'] / 1e9:.2g} GB of its host"
-    return [f"Router replay: {sent}. A replica needs {memory}. No rollout with it was measured."]
+    return [f"Router replay: {sent}. A replica needs {memory}. Its time is fitted to rollouts of one slow host."]
