@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.runtime.apply.fleet.routing import consecutive, largest
-from fp8plan.runtime.watch.guard.observation import Observation, joined
+from fp8plan.runtime.watch.guard.observation import Observation, joined, totals
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -64,11 +64,12 @@ class Routing:
         """Return the same with the guards' judgements, and their counts and sampling in the observation."""
         ours = {number: judged for number, judged in judgements.items() if number in self.parts}
         seen = [judged.observation for judged in ours.values() if judged.observation is not None]
+        if not seen:
+            return replace(self, judgements=ours)
         whole = replace(
             self.observation,
-            preemptions=sum(part.preemptions for part in seen),
-            kv_cache_tokens=seen[0].kv_cache_tokens if seen else None,
-            compiled_files=sum(part.compiled_files or 0 for part in seen) if seen else None,
+            **totals(seen),
+            kv_cache_tokens=seen[0].kv_cache_tokens,
             sampling=Sampling.mixed(part.sampling for part in seen),
         )
         return replace(self, observation=whole, judgements=ours)
