@@ -205,6 +205,12 @@ class Observation:
         return self.output_tokens / self.seconds
 
     @property
+    def cached_share(self) -> float | None:
+        """The share of the prompts' tokens that the prefix cache had; None: not known."""
+        queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
+        return None if not queries or hits is None else hits / queries
+
+    @property
     def batch(self) -> Batch:
         ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
         columns = (self.prompt_lengths, self.response_lengths, np.unique(list(ids), return_inverse=True)[1])
