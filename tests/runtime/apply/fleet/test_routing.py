@@ -94,7 +94,7 @@ def test_trajectories_return_unless_their_replica_is_full() -> None:
 
 def test_new_trajectories_go_to_the_least_loaded_after_those_that_return() -> None:
     assert routed([5, 90, 5, 90], 2, [0, None, 0, None]) == [[0, 2, 3], [1]]
-    assert routed([5, 90, 5, 90], 2, [None] * 4) == [[1, 0], [3, 2]]
+    assert routed([5, 90, 5, 90], 2, [None] * 4) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", None], ["a", 1.5]])
