@@ -42,7 +42,7 @@ RECALIBRATE: Final = (
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
 MANY_QUERIES: Final = 100_000  # tokens that were looked up in the prefix cache, from which on few hits are a warning
-FEW_HITS: Final = 0.01  # of these tokens: chat templates alone make more, if prompts have turns or samples
+FEW_HITS: Final = 0.01  # share of these tokens; turns, or samples of one prompt, give far more
 VLLM_NAMES: Final = {"fp8_block": "fp8_per_block"}  # vLLM's names that stand for one format of weights alone
 
 
@@ -227,7 +227,8 @@ def prefix_hits(seen: Observed) -> Finding:
     """The engine keeps prefixes, and finds some of them again."""
     if seen.facts.get("prefix_caching") is False:
         says = "prefix caching is off: turns of a trajectory and samples of a prompt compute the same tokens again"
-        return warning("prefix_hits", "prefix_caching_off", says, "vllm serve ... --enable-prefix-caching")
+        todo = "enable_prefix_caching=True; vllm serve: --enable-prefix-caching"
+        return warning("prefix_hits", "prefix_caching_off", says, todo)
     queries, hits = seen.prefix_cache_queries, seen.prefix_cache_hits
     if not queries or hits is None:
         return unknown("prefix_hits", seen.unseen.get("counts", f"no prompt was looked up since {seen.since}"))

@@ -151,8 +151,10 @@ class Rollouts:
         seconds = time.perf_counter() - begun
         owners = {request: replica for replica, part in done.parts.items() for request in part}
         for request, output in enumerate(done.outputs):
-            sequences = [[*(output.prompt_token_ids or ()), *each.token_ids] for each in output.outputs]
-            self.served.learn(None if trajectories is None else trajectories[request], sequences, owners[request])
+            name = None if trajectories is None else trajectories[request]
+            prompt = output.prompt_token_ids or ()  # none for embeddings, which no later prompt begins with
+            sequences = [[*prompt, *each.token_ids] for each in output.outputs if prompt]
+            self.served.learn(name, sequences, owners[request])
         samples = [[len(each.token_ids) for each in output.outputs if len(each.token_ids)] for output in done.outputs]
         if how == "alone":
             self._last = None

@@ -47,7 +47,8 @@ class Served:
             return
         for tokens in sequences:
             sequence = _bytes(tokens)
-            self._bytes += len(sequence) if self._by_tokens.pop(sequence, None) is None else 0
+            if self._by_tokens.pop(sequence, None) is None:
+                self._bytes += len(sequence)
             self._by_tokens[sequence] = replica
         while self._bytes > MOST_BYTES:
             oldest = next(iter(self._by_tokens))

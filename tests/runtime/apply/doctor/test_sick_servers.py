@@ -195,7 +195,7 @@ def test_a_server_without_a_prefix_cache_is_named() -> None:
     page = METRICS.replace('caching="True"', 'caching="False"')
     (named,) = [one for one in looked({"/metrics": whole(page.encode())}).findings if one.check == "prefix_hits"]
     assert (named.state.value, named.fault) == ("warning", "prefix_caching_off")
-    assert named.todo == "vllm serve ... --enable-prefix-caching"
+    assert named.todo == "enable_prefix_caching=True; vllm serve: --enable-prefix-caching"
 
 
 def test_pages_that_a_server_does_not_have_hide_nothing() -> None:

@@ -101,6 +101,18 @@ def test_a_caller_names_trajectories(fleet: Any) -> None:
         fleet.generate([[2, 13], [2, 77]], trajectory_ids=["d"])
 
 
+def test_a_prompt_of_embeddings_is_continued_by_none(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(replica: Any, prompts: Any, *_: Any) -> tuple[list[Any], float]:
+        aborted = [SimpleNamespace(token_ids=[], cumulative_logprob=0.0)]
+        return [SimpleNamespace(prompt_token_ids=None, outputs=aborted) for _ in prompts], 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeReplica, "generate", generate)
+        fleet.generate([{"prompt_embeds": 0.5}])
+    fleet.generate([[2, 10], [2, 11]])
+    assert (replicas(fleet), fleet.routing.returning) == ([0, 1], 0)
+
+
 def test_trajectories_of_a_lost_replica_return_to_none(fleet: Any) -> None:
     fleet.generate([[2, 10], [2, 11], [2, 12], [2, 13]], trajectory_ids=range(4))
     fleet._members.lose(1, "it was killed")
