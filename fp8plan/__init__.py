@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.watch.mismatch.metrics import Mismatch as Mismatch
     from fp8plan.runtime.watch.mismatch.sampling import Sampling as Sampling
     from fp8plan.runtime.watch.mismatch.sampling import kept_logprobs as kept_logprobs
+    from fp8plan.runtime.watch.mismatch.turns import turn_versions as turn_versions
     from fp8plan.runtime.watch.monitor.monitor import Monitor as Monitor
     from fp8plan.runtime.watch.monitor.sinks import Callback as Callback
     from fp8plan.runtime.watch.monitor.sinks import JsonLines as JsonLines

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.8", "profile": "1.1", "record": "1.8", "probe": "1.2"}
+VERSIONS: Final = {"plan": "1.8", "profile": "1.1", "record": "1.9", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -52,6 +52,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     tool_tokens:     tokens between the turns of each response that no engine generated: of tools and users; null: none
     unclear_responses: number of responses whose tool tokens are not known, and count as generated; null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
+    prefix_cache_queries, prefix_cache_hits: as in fp8plan.Observation
     compiled_files:  kernels that were compiled meanwhile
     host_loop_s:     seconds of 20,000 turns of an empty loop of Python on the cores of front end and engine, the slower
                      (in a run file: as `fp8plan doctor --host`, at most a day before the engine started)
@@ -92,6 +93,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     host_loop_s: float | None = None
     host_slowdown: float | None = None
     preemptions: int | None = None
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     max_cudagraph_capture_size: int | None = None

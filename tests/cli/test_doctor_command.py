@@ -23,7 +23,7 @@ def test_a_healthy_run_exits_with_0_and_a_fault_with_1(fp8plan: Callable[..., Do
     Path("log.jsonl").write_text(json.dumps(HEALTHY) + "\n")
     done = fp8plan("doctor", "log.jsonl")
     assert (done.code, done.err) == (0, "")
-    assert "No fault in 1 check; 15 could not be made." in " ".join(done.out.split())
+    assert "No fault in 1 check; 16 could not be made." in " ".join(done.out.split())
     Path("log.jsonl").write_text(json.dumps(HEALTHY) + "\n" + json.dumps(ILL) + "\n")
     done = fp8plan("doctor", "log.jsonl")
     assert done.code == 1

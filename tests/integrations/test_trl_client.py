@@ -169,7 +169,17 @@ def test_metrics_that_cannot_be_read_cost_no_rollout(line: str) -> None:
     calls = list[Any]()
     client.heard = calls.append
     client.generate(PROMPTS, max_tokens=1)
-    assert [call.preemptions for call in calls] == [0]
+    assert [call.counted for call in calls] == [{}]
+
+
+def test_a_call_has_the_growth_of_the_servers_counters() -> None:
+    client, heard = client_of(session := Session()), list[Any]()
+    client.heard = heard.append
+    page = 'vllm:num_preemptions_total{engine="%d"} 2.0\nvllm:prefix_cache_hits_total{engine="0"} %d\n'
+    pages = [page % (0, 100), page % (0, 356) + page.splitlines()[0] % 1]
+    session.get = lambda url, **how: answer(200, pages.pop(0))  # type: ignore[method-assign]
+    client.generate(PROMPTS, max_tokens=1)
+    assert heard[0].counted == {"preemptions": 2, "prefix_cache_hits": 256}
 
 
 def test_a_sync_that_fails_names_the_server() -> None:

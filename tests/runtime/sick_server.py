@@ -15,7 +15,9 @@ Answer = Callable[[BaseHTTPRequestHandler], object]
 
 METRICS = """vllm:num_preemptions_total{engine="0"} 3.0
 vllm:request_success_total{engine="0",finished_reason="stop"} 400.0
-vllm:cache_config_info{block_size="128",cache_dtype="auto"} 1.0
+vllm:prefix_cache_queries_total{engine="0"} 200000.0
+vllm:prefix_cache_hits_total{engine="0"} 150000.0
+vllm:cache_config_info{block_size="128",cache_dtype="auto",enable_prefix_caching="True"} 1.0
 """
 INFO = {
     "vllm_config": {

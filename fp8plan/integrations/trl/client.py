@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +20,14 @@ from vllm.utils.network_utils import get_ip
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.integrations.trl.settings import SAMPLED
 from fp8plan.model.limits import LIMITS
-from fp8plan.runtime.apply.doctor.over_http.answers import Models
-from fp8plan.runtime.apply.engine.judge import Row
+from fp8plan.runtime.apply.doctor.over_http.answers import Models, samples, total
+from fp8plan.runtime.apply.engine.judge import COUNTERS, Row, gains
 from fp8plan.runtime.apply.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.apply.server.rollout import SAMPLING
 from fp8plan.runtime.apply.worker.backend import StoreCommunicator, meet, send
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 logger = logging.getLogger(__name__)
-
-PREEMPTIONS: Final = "vllm:num_preemptions_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +85,15 @@ class Status(msgspec.Struct):
 class Call:
     """One call of `generate`.
 
-    seconds:     its wall time
-    rows:        the prompt's token ids, and the tokens of the response, for each response
-    preemptions: the server's count during the call
-    sampling:    None: not known
+    seconds:  its wall time
+    rows:     the prompt's token ids, and the tokens of the response, for each response
+    counted:  the server's counts during the call, by field of an Observation
+    sampling: None: not known
     """
 
     seconds: float
     rows: list[Row]
-    preemptions: int
+    counted: Mapping[str, int]
     sampling: Sampling | None
 
 
@@ -194,13 +192,13 @@ class PlannedClient(VLLMClient):
 
         vLLM's route makes objects and JSON for each token in the server's one Python thread.
         """
-        before, begun = self._preemptions(), time.perf_counter()
+        before, begun = self._counts(), time.perf_counter()
         sampling = sampling_of(prompts, *args, **how)
         output = None if sampling is None or self._lacks_route else self._rolled_out(prompts, sampling)
         if output is None:
             output = super().generate(prompts, *args, **how)
-        seconds, after = time.perf_counter() - begun, self._preemptions()
-        preempted = 0 if before is None or after is None else max(0, after - before)
+        seconds, after = time.perf_counter() - begun, self._counts()
+        counted = {} if before is None or after is None else gains(before, after)
         responses = [len(tokens) for tokens in output["completion_ids"]]
         each = len(responses) // max(1, len(output["prompt_ids"]))
         sent = [prompt for prompt in output["prompt_ids"] for _ in range(each)]
@@ -209,7 +207,7 @@ class PlannedClient(VLLMClient):
         known = all(call[name] is not None for name in SAMPLED)  # None stands for the server's generation config
         sampled = Sampling.of(call) if known else None  # check_server made sure that log-probs are processed
         if self.heard is not None:
-            self.heard(Call(seconds, list(zip(sent, responses, strict=True)), preempted, sampled))
+            self.heard(Call(seconds, list(zip(sent, responses, strict=True)), counted, sampled))
         return output
 
     def _rolled_out(self, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any] | None:
@@ -228,13 +226,16 @@ class PlannedClient(VLLMClient):
         ids = [[[token] for token in response] for response in body.token_ids]
         return {"prompt_ids": prompts, "completion_ids": body.token_ids, "logprobs": logprobs, "logprob_token_ids": ids}
 
-    def _preemptions(self) -> int | None:
-        """The preemptions so far, from the server's metrics; None if they cannot be read: a rollout does without."""
+    def _counts(self) -> dict[str, int] | None:
+        """The server's counts so far, by field of an Observation; None if its metrics cannot be read.
+
+        A rollout does without.
+        """
         try:
-            lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
-            return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
-        except (RequestException, ValueError, OverflowError, IndexError) as error:
-            logger.warning("the server's preemptions are not counted: %s/metrics: %s", self.base_url, error)
+            page = samples(self.session.get(f"{self.base_url}/metrics", timeout=60).text)
+            return {field: total(page, name) for name, field in COUNTERS.items() if name in page}
+        except (RequestException, ConfigError) as error:
+            logger.warning("the server's counters are not read: %s", error)
             return None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:

@@ -124,7 +124,8 @@ class ServerEngine:
 
         def add(log: RolloutLog) -> None:
             log.add(now - call.seconds, now, call.rows, call.sampling)
-            log.preemptions += call.preemptions
+            for name, gain in call.counted.items():
+                log.counted[name] = log.counted.get(name, 0) + gain
             log.kv_cache_tokens = self._status["kv_cache_tokens"]
 
         self._judge.count(add, call.seconds)

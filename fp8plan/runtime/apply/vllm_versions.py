@@ -248,9 +248,10 @@ PATCHES: Final = (
     ),
     Patch(
         "reads",
-        "REGISTRY, restricted_registry, num_preemptions_total, cache_config",
+        "REGISTRY, restricted_registry, num_preemptions_total, prefix_cache_queries_total, prefix_cache_hits_total, "
+        "cache_config",
         "engine/judge.py",
-        "one counter of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds",
+        "three counters of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds",
     ),
     Patch(
         "reads",

@@ -178,8 +178,13 @@ def _compared(logprobs: Sequence[float], others: Sequence[float], cached: int | 
     return Compared(len(ratios), float(np.abs(ratios).mean()), float(k3(ratios).mean()), cached)
 
 
-PREEMPTIONS: Final = "vllm:num_preemptions"
-FINISHED: Final = "vllm:request_success"
+# Field of an Observed -> a counter of an LLM.
+COUNTERS: Final = {
+    "preemptions": "vllm:num_preemptions",
+    "requests": "vllm:request_success",
+    "prefix_cache_queries": "vllm:prefix_cache_queries",
+    "prefix_cache_hits": "vllm:prefix_cache_hits",
+}
 ATTACH: Final = f"LLM(..., worker_extension_cls={EXTENSION!r}), or export VLLM_ALLOW_INSECURE_SERIALIZATION=1"
 
 
@@ -218,11 +223,13 @@ def asking_llm(llm: LLM) -> Ask:
     return partial(driven, answer=answer)
 
 
-def counts_of(llm: LLM) -> tuple[int, int]:
-    """A plain LLM's preemptions and finished requests since its start. Raises ConfigError without statistics."""
+def counts_of(llm: LLM) -> dict[str, Any]:
+    """A plain LLM's counts since its start, by field of an Observed. Raises ConfigError without statistics."""
     try:
         metrics = llm.get_metrics()
     except Exception:  # an AssertionError in 0.30
         raise ConfigError("the LLM keeps no statistics; type: LLM(..., disable_log_stats=False)") from None
-    totals = [int(sum(getattr(m, "value", 0) for m in metrics if m.name == name)) for name in (PREEMPTIONS, FINISHED)]
-    return totals[0], totals[1]
+    return {
+        field: int(sum(getattr(metric, "value", 0) for metric in metrics if metric.name == name))
+        for field, name in COUNTERS.items()
+    }

@@ -41,6 +41,8 @@ RECALIBRATE: Final = (
 )
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
+MANY_QUERIES: Final = 100_000  # tokens that were looked up in the prefix cache, from which on few hits are a warning
+FEW_HITS: Final = 0.01  # share of these tokens; turns, or samples of one prompt, give far more
 VLLM_NAMES: Final = {"fp8_block": "fp8_per_block"}  # vLLM's names that stand for one format of weights alone
 
 
@@ -212,13 +214,32 @@ def preemption(seen: Observed) -> Finding:
     if seen.preemptions and seen.requests is None:
         return unknown("preemption", f"{seen.preemptions:,} since {seen.since}; in how many requests is not told")
     if seen.preemptions is None or not seen.requests:
-        return unknown("preemption", seen.unseen.get("preemptions", f"no request has finished since {seen.since}"))
+        return unknown("preemption", seen.unseen.get("counts", f"no request has finished since {seen.since}"))
     says = f"{seen.preemptions:,} in {seen.requests:,} requests since {seen.since}"
     if seen.preemptions <= MANY_PREEMPTIONS * seen.requests:
         return ok("preemption", says)
     larger = "VLLM_CPU_KVCACHE_SPACE" if seen.cpu else "gpu_memory_utilization or tensor_parallel_size"
     todo = f"raise {larger}, lower max_num_seqs, or plan an FP8 KV cache (fp8plan plan ... --workload)"
     return fault("preemption", "preemption_storm", f"{says}: each computes its request's tokens again", todo)
+
+
+def prefix_hits(seen: Observed) -> Finding:
+    """The engine keeps prefixes, and finds some of them again."""
+    if seen.facts.get("prefix_caching") is False:
+        says = "prefix caching is off: turns of a trajectory and samples of a prompt compute the same tokens again"
+        todo = "enable_prefix_caching=True; vllm serve: --enable-prefix-caching"
+        return warning("prefix_hits", "prefix_caching_off", says, todo)
+    queries, hits = seen.prefix_cache_queries, seen.prefix_cache_hits
+    if not queries or hits is None:
+        return unknown("prefix_hits", seen.unseen.get("counts", f"no prompt was looked up since {seen.since}"))
+    says = f"{hits / queries:.1%} of {queries:,} tokens since {seen.since} were in the prefix cache"
+    if queries < MANY_QUERIES or hits >= FEW_HITS * queries:
+        return ok("prefix_hits", says)
+    todo = (
+        "let each turn's prompt begin with the tokens of the turns before, and route it to the same replica; or give "
+        "the KV cache more room"
+    )
+    return warning("prefix_hits", "prefix_cache_missed", f"{says}; turns and samples of one prompt would hit", todo)
 
 
 def _torn(scales: Mapping[str, float], part: str) -> bool:
@@ -297,6 +318,7 @@ CHECKS: Final[tuple[Callable[[Observed], Finding], ...]] = (
     kv_scales,
     cuda_graphs,
     preemption,
+    prefix_hits,
     weights_checks.version,
     weights_checks.weights,
     weights_checks.sync,

@@ -59,12 +59,14 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Obs
     rollout, _ = _record(_last(standing, "preemptions"), path)
     # The engine's facts under the names of runtime.apply.worker.facts.
     facts: dict[str, Any] = {name: engine[name] for name in ("e8m0", "enforce_eager") if name in engine}
+    if engine.get("enable_prefix_caching") is not None:
+        facts["prefix_caching"] = engine["enable_prefix_caching"]
     if engine.get("engine_version"):
         facts["vllm_version"] = engine["engine_version"]
     gpu = engine.get("gpu") or request.gpu
     runs = engine.get("precision") if engine.get("precision") in PRESETS else None
     if not rollout:
-        notes.unseen["preemptions"] = f"no record counts preemptions: {NO_ROLLOUT}"
+        notes.unseen["counts"] = f"no record counts preemptions: {NO_ROLLOUT}"
     return Observed(
         target=f"{path}, step {standing[-1]['step']}",
         gpu=gpu,
@@ -75,6 +77,8 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Obs
         measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(gpu, facts)),
         preemptions=rollout.get("preemptions"),
         requests=len(rollout["response_lengths"]) if rollout.get("response_lengths") else None,
+        prefix_cache_queries=rollout.get("prefix_cache_queries"),
+        prefix_cache_hits=rollout.get("prefix_cache_hits"),
         since=f"step {rollout.get('step')} began",
         log=_logged(standing, path),
         unseen=notes.unseen,
@@ -159,5 +163,5 @@ def _of_trainer(path: Path, request: Request) -> Observed:
         gpu=request.gpu,
         precision=request.precision,
         log=Logged(step=last, k3=values[K3] if K3 in values else values[MEAN_ABS] ** 2 * pi / 4, k3_step=step),
-        unseen=dict.fromkeys(("ranks", "preemptions", *FROM_INSIDE), INSIDE),
+        unseen=dict.fromkeys(("ranks", "counts", *FROM_INSIDE), INSIDE),
     )

@@ -91,6 +91,8 @@ def observe_engine(engine: AnyEngine, ask: Ask, request: Request) -> Observed:
         measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(setup.gpu.name, engine.facts)),
         preemptions=None if last is None else last.preemptions,
         requests=None if last is None else len(last.response_lengths),
+        prefix_cache_queries=None if last is None else last.prefix_cache_queries,
+        prefix_cache_hits=None if last is None else last.prefix_cache_hits,
         since="the last rollout began",
         version=state.version,
         refusal=state.refusal,
@@ -104,8 +106,8 @@ def observe_llm(llm: LLM, request: Request) -> Observed:
     notes, config = Notes(), llm.llm_engine.vllm_config
     state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
     state.longest_prompt, state.vocabulary = config.model_config.max_model_len - 1, config.model_config.get_vocab_size()
+    counted = notes.of("counts", lambda: counts_of(llm)) or {}  # before the doctor's own requests
     fields = _inside(asking_llm(llm), state, request, request.prompts or (), notes, config.model_config.max_logprobs)
-    preemptions, requests = notes.of("preemptions", lambda: counts_of(llm)) or (None, None)
     facts: Mapping[str, Any] = fields["ranks"][0] if fields["ranks"] else {}
     gpu, kernels = measured_on(request, facts, notes)
     return Observed(
@@ -113,8 +115,7 @@ def observe_llm(llm: LLM, request: Request) -> Observed:
         gpu=gpu,
         precision=request.precision,
         measured_kernels=kernels,
-        preemptions=preemptions,
-        requests=requests,
+        **counted,
         **fields,
         unseen=notes.unseen,
     )

@@ -111,6 +111,7 @@ class Observed:
     kv_scales: layer -> scales in use, on the device ("k") and on the host ("k_host")
     kv_amax:   layer -> largest |q|, |k|, |v| of some prompts
     preemptions, requests: their numbers since `since`
+    prefix_cache_queries, prefix_cache_hits: as in Observation, since `since`
     version:   number of the weights that should serve
     refusal:   the reason why the engine does not generate; None: it does
     weights:   those of each rank
@@ -118,7 +119,7 @@ class Observed:
     prefix:    the next token's log-prob with the prefix cache beside that without
     temperatures: the trainer's log-probs beside the engine's
     log:       that of a run
-    unseen:    field -> the reason why it is missing, and the remedy
+    unseen:    field, or "counts" for those since `since` -> the reason why it is missing, and the remedy
     """
 
     target: str
@@ -133,6 +134,8 @@ class Observed:
     kv_amax: Mapping[str, Sequence[float]] | None = None
     preemptions: int | None = None
     requests: int | None = None
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
     since: str = "the engine's start"
     version: int | None = None
     refusal: str | None = None

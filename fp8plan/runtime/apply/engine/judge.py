@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from fp8plan.runtime.apply.weight_sync.state import SyncState
     from fp8plan.runtime.watch.guard.guard import Verdict
 
-PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
+# vLLM's counters, in Prometheus's default registry and on a server's /metrics -> fields of an Observation.
+COUNTERS: Final = {
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:prefix_cache_queries_total": "prefix_cache_queries",
+    "vllm:prefix_cache_hits_total": "prefix_cache_hits",
+}
 MOST: Final = 64  # rollouts that are kept for a step that does not come
 How = Literal["open", "beside", "alone"]  # a call beside the rollouts of its engine, as Judge.how says
 Row = tuple[Sequence[int], int]  # a prompt's token ids, and the tokens of one response to it
@@ -39,30 +44,26 @@ class RolloutLog:
     spans:           begin and end of each call, in seconds
     rows:            tokens of the prompt and of the response, and a number for the prompt, of each response
     samplings:       sampling parameters of each call, with the engine's logprobs_mode
-    preemptions:     vLLM's count during the rollout
-    compiled_files:  kernels compiled during it; None: not known
+    counted:         vLLM's counts and the compiled kernels during the rollout, by field of an Observation
     kv_cache_tokens: as in Observation
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     samplings: list[tuple[Any, str]] = field(default_factory=list)
-    preemptions: int = 0
-    compiled_files: int | None = None
+    counted: dict[str, int] = field(default_factory=dict)
     kv_cache_tokens: int | None = None
-    _before: tuple[int, int] | None = None
+    _before: dict[str, int] | None = None
 
     def begin(self) -> None:
-        """Count preemptions and compiled kernels from now on, unless it has begun already."""
+        """Count what `counts` counts from now on, unless it has begun already."""
         if self._before is None:
             self._before = counts()
 
     def end(self) -> None:
-        """Count them up to now, if `begin` was called."""
+        """Count up to now, if `begin` was called."""
         if self._before is not None:
-            self.preemptions, self.compiled_files = (
-                max(0, now - then) for now, then in zip(counts(), self._before, strict=True)
-            )
+            self.counted = gains(self._before, counts())
 
     def add(self, begun: float, ended: float, rows: Iterable[Row], sampling: Any, mode: str = PROCESSED) -> None:
         """Add a call, unless none of its responses has tokens. sampling, mode: as Sampling.of takes them"""
@@ -85,8 +86,7 @@ class RolloutLog:
             "prompt_lengths": list(prompts),
             "response_lengths": list(responses),
             "prompt_ids": [numbers.setdefault(name, len(numbers)) for name in names],
-            "preemptions": self.preemptions,
-            "compiled_files": self.compiled_files,
+            **self.counted,
             "kv_cache_tokens": self.kv_cache_tokens,
             "sampling": Sampling.mixed(Sampling.of(params, mode) for params, mode in self.samplings),
         }
@@ -263,10 +263,19 @@ class Judge:
         return result
 
 
-def counts() -> tuple[int, int]:
-    """Count the preemptions so far, and the compiled kernels on disk."""
+def counts() -> dict[str, int]:
+    """The counts so far, by field of an Observation: COUNTERS that vLLM keeps, and compiled kernels on disk."""
     from prometheus_client import REGISTRY
 
-    # Only this metric: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
-    samples = [sample for metric in REGISTRY.restricted_registry([PREEMPTIONS]).collect() for sample in metric.samples]
-    return int(sum(sample.value for sample in samples if sample.name == PREEMPTIONS)), compiled_files()
+    # Only these metrics: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
+    metrics = REGISTRY.restricted_registry([*COUNTERS]).collect()
+    totals = {"compiled_files": compiled_files()}
+    for sample in (sample for metric in metrics for sample in metric.samples if sample.name in COUNTERS):
+        name = COUNTERS[sample.name]
+        totals[name] = totals.get(name, 0) + int(sample.value)
+    return totals
+
+
+def gains(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """The growth of each count; 0 for one that shrank, as those of a restarted server do."""
+    return {name: max(0, count - before.get(name, 0)) for name, count in after.items()}

@@ -145,6 +145,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         sampling_params: Any = None,
         *,
         expected_lengths: Sequence[float] | None = None,
+        trajectory_ids: Sequence[str | int] | None = None,
         routed_experts: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
@@ -152,6 +153,9 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
         expected_lengths: tokens to expect of one response to each prompt. None: those of the same prompt's last
                           responses, or else `expected_tokens`. They only decide the replica of a prompt
+        trajectory_ids:   the name of each prompt's trajectory, the same in all its turns. A turn goes to the replica
+                          that served the last one, unless that is overloaded (apply.fleet.routing). None: a prompt of
+                          token ids that begins with a prompt and its answer continues them
         routed_experts:   as in RolloutEngine.generate
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
@@ -164,7 +168,9 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         with generating(self.state, only=True):
             try:
                 requests = Requests.of(prompts, sampling_params, kwargs)
-                outputs = self._rollouts.run(self.serves, requests, expected_lengths)
+                outputs = self._rollouts.run(
+                    self.serves, requests, expected_lengths, trajectory_ids, self.state.version
+                )
             finally:
                 self._count_dead()
             self._remember(outputs, self._rollouts.how)
@@ -192,6 +198,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
                 self.state.prepared.clear()  # the new one has not seen any manifest
                 self.state.base = self.state.stamp = None  # nor the weights that serve: the next sync sends all
                 self._members.stop([number])
+                self._rollouts.served.forget(number)
                 self._members.start([number], self.launch)
                 self._remind()
                 if self.state.refusal is None and self.state.version == 0:

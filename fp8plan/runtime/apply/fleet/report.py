@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.runtime.apply.fleet.routing import consecutive, largest
-from fp8plan.runtime.watch.guard.observation import Observation, joined
+from fp8plan.runtime.watch.guard.observation import Observation, joined, totals
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class Routing:
     expected:        tokens that were expected of each request, over its samples
     replica_seconds: replica -> wall time of its part, with that of a part that it took over
     rerouted:        requests whose replica died, which others then answered
+    returning:       requests that continue a trajectory which a replica had served with these weights
+    kept:            those of them that came to this replica
     judgements:      those of the replicas' guards on their parts; empty until they are asked
     """
 
@@ -36,6 +38,8 @@ class Routing:
     expected: Sequence[float]
     replica_seconds: Mapping[int, float]
     rerouted: int
+    returning: int = 0
+    kept: int = 0
     judgements: Mapping[int, Judged] = field(default_factory=dict)
 
     @classmethod
@@ -58,17 +62,20 @@ class Routing:
             expected=[tokens for part in parts for tokens in part.expected],
             replica_seconds=seconds,
             rerouted=sum(part.rerouted for part in parts),
+            returning=sum(part.returning for part in parts),
+            kept=sum(part.kept for part in parts),
         )
 
     def judged(self, judgements: Mapping[int, Judged]) -> Routing:
         """Return the same with the guards' judgements, and their counts and sampling in the observation."""
         ours = {number: judged for number, judged in judgements.items() if number in self.parts}
         seen = [judged.observation for judged in ours.values() if judged.observation is not None]
+        if not seen:
+            return replace(self, judgements=ours)
         whole = replace(
             self.observation,
-            preemptions=sum(part.preemptions for part in seen),
-            kv_cache_tokens=seen[0].kv_cache_tokens if seen else None,
-            compiled_files=sum(part.compiled_files or 0 for part in seen) if seen else None,
+            **totals(seen),
+            kv_cache_tokens=seen[0].kv_cache_tokens,
             sampling=Sampling.mixed(part.sampling for part in seen),
         )
         return replace(self, observation=whole, judgements=ours)
@@ -106,10 +113,16 @@ class Routing:
             "routed_tokens": self.routed_tokens,
             "static_tokens": self.static_tokens,
             "rerouted": self.rerouted,
+            "returning": self.returning,
+            "kept": self.kept,
         }
 
     def __str__(self) -> str:
         """Return one line for a log."""
         text = f"{len(self.samples)} requests in {self.observation.seconds:.3f} s; most tokens of a replica: "
         text += f"{self.routed_tokens:,} routed, {self.static_tokens:,} split statically"
+        if self.returning:
+            text += f"; {self.kept:,} of {self.returning:,} returning trajectories came to their replica"
+        if self.observation.cached_share is not None:
+            text += f"; {self.observation.cached_share:.0%} of the prompts' tokens were cached"
         return text + (f"; {self.rerouted} requests routed again" if self.rerouted else "")

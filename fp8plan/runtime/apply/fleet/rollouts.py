@@ -12,7 +12,8 @@ from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.apply.engine.judge import How
 from fp8plan.runtime.apply.fleet.members import Members
 from fp8plan.runtime.apply.fleet.report import Routing
-from fp8plan.runtime.apply.fleet.routing import SeenLengths, given_lengths, routed
+from fp8plan.runtime.apply.fleet.routing import SeenLengths, given_lengths, given_names, routed
+from fp8plan.runtime.apply.fleet.served import Served
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.watch.guard.observation import observation_of
 
@@ -68,16 +69,19 @@ def name_of(prompt: Any) -> Hashable:
 
 
 class Rollouts:
-    """The last rollouts of a fleet, as apply.engine.judge has those of an engine, and the lengths of their prompts.
+    """The last rollouts of a fleet, as apply.engine.judge has those of an engine, and what is known of their prompts.
 
     expected_tokens: tokens to expect of a response to a new prompt
 
     opened: a rollout was opened
+    served: the trajectories that the replicas have served with their weights
     """
 
     def __init__(self, members: Members, expected_tokens: float) -> None:
         self._members = members
         self._seen = SeenLengths(expected_tokens)
+        self.served = Served()
+        self._version = 0  # of the weights that served them
         self._last: Routing | None = None
         self.opened = False
         self._open: list[Routing] | None = None  # the calls of the open rollout
@@ -114,20 +118,43 @@ class Rollouts:
         """Note that a step has followed the rollouts so far."""
         self._followed = None
 
-    def run(self, serving: Sequence[int], requests: Requests, lengths: Sequence[float] | None) -> list[Any]:
+    def run(
+        self,
+        serving: Sequence[int],
+        requests: Requests,
+        lengths: Sequence[float] | None,
+        trajectories: Sequence[Hashable] | None,
+        version: int,
+    ) -> list[Any]:
         """Return vLLM's RequestOutputs of one rollout, in the order of the prompts.
 
-        serving: replicas that may be asked
-        lengths: tokens to expect of one response to each prompt; None: the lengths seen before
+        serving:      replicas that may be asked
+        lengths:      tokens to expect of one response to each prompt; None: the lengths seen before
+        trajectories: the name of each prompt's trajectory; None: the prompts' tokens tell
+        version:      of the weights that serve
 
-        Raises ConfigError for impossible lengths, and as `dispatched` does.
+        Raises ConfigError for impossible lengths and names, and as `dispatched` does.
         """
         names = requests.names
+        if version != self._version:  # a sync has emptied the prefix caches
+            self.served.forget()
+            self._version = version
+        if trajectories is None:
+            homes = self.served.continued(names)
+        else:
+            trajectories = given_names(trajectories, len(names))
+            homes = self.served.named(trajectories)
         expected = self._seen.expected(names) if lengths is None else given_lengths(lengths, len(names))
         loads = requests.loads(expected)
         begun, how = time.perf_counter(), self.how
-        done = dispatched(self._members, serving, requests, loads, how)
+        done = dispatched(self._members, serving, requests, loads, homes, how)
         seconds = time.perf_counter() - begun
+        owners = {request: replica for replica, part in done.parts.items() for request in part}
+        for request, output in enumerate(done.outputs):
+            name = None if trajectories is None else trajectories[request]
+            prompt = output.prompt_token_ids or ()  # none for embeddings, which no later prompt begins with
+            sequences = [[*prompt, *each.token_ids] for each in output.outputs if prompt]
+            self.served.learn(name, sequences, owners[request])
         samples = [[len(each.token_ids) for each in output.outputs if len(each.token_ids)] for output in done.outputs]
         if how == "alone":
             self._last = None
@@ -140,6 +167,8 @@ class Rollouts:
                 expected=loads,
                 replica_seconds=done.seconds,
                 rerouted=done.rerouted,
+                returning=sum(home is not None for home in homes),
+                kept=sum(home == owners[request] for request, home in enumerate(homes)),
             )
             if self._open is None:
                 self._last = finished
@@ -172,11 +201,17 @@ class Dispatched(NamedTuple):
 
 
 def dispatched(
-    members: Members, serving: Sequence[int], requests: Requests, loads: Sequence[float], how: How = "alone"
+    members: Members,
+    serving: Sequence[int],
+    requests: Requests,
+    loads: Sequence[float],
+    homes: Sequence[int | None],
+    how: How = "alone",
 ) -> Dispatched:
     """Let these replicas answer requests. If one dies, the others answer its requests from the start.
 
-    how: what the call is to the fleet's rollouts
+    homes: the replica that served a request's trajectory; None: it is new
+    how:   what the call is to the fleet's rollouts
 
     Raises NotServingError once no replica is left, and vLLM's errors.
     """
@@ -191,7 +226,8 @@ def dispatched(
                 f"{len(left)} of {len(loads)} requests are unanswered, and no replica that has the weights is left; "
                 f"the answers so far are lost, too. Dead: {members.obituary() or 'none'}. Call sync_weights"
             )
-        split = routed([loads[request] for request in left], len(alive))
+        places: dict[int | None, int] = {number: place for place, number in enumerate(alive)}
+        split = routed([loads[at] for at in left], len(alive), [places.get(homes[at]) for at in left])
         dealt = {number: [left[at] for at in part] for number, part in zip(alive, split, strict=True) if part}
         running = members.submit("generate", {number: (*requests.take(part), how) for number, part in dealt.items()})
         answers = members.collect(running)

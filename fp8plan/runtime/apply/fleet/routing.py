@@ -1,12 +1,12 @@
-"""The routing of a rollout's requests to replicas: the longest expected first, each to the least loaded.
+"""The routing of a rollout's requests to replicas: to the one that holds a prefix, or else to the least loaded.
 
 The planner and trainers split a batch into consecutive parts (`Batch.split`). Then all wait for the replica with most
-long responses. Routing by expected lengths avoids that. If it would not help, the consecutive parts are used.
+long responses. Routing by expected lengths avoids that. If it would not help, the consecutive parts are used. Turns of
+a trajectory go to the replica that served it, as runtime.apply.fleet.served knows.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -19,6 +19,11 @@ from fp8plan.errors import ConfigError
 Split = list[list[int]]  # numbers of each replica's requests, in the order in which it gets them
 
 MOST_PROMPTS: Final = 1 << 20  # number of prompts whose lengths are remembered
+# A replica's load in multiples of the mean, and its number of requests, above which a trajectory does not return to it.
+# The first is that of consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018). The second
+# is for the tail of a rollout: a step of few requests takes as long as a step of one.
+BOUND: Final = 1.25
+FEW: Final = 16
 
 
 def consecutive(requests: int, replicas: int) -> Split:
@@ -33,17 +38,37 @@ def longest_first(loads: Sequence[float], replicas: int) -> Split:
     The largest load is at most 4/3 - 1/(3 replicas) times the smallest that any split has (LPT; Graham, SIAM J. Appl.
     Math. 17, 1969).
     """
-    least = [(0.0, replica) for replica in range(replicas)]
+    return returned(loads, replicas, [None] * len(loads))
+
+
+def returned(loads: Sequence[float], replicas: int, homes: Sequence[int | None]) -> Split:
+    """Split by prefix: a returning trajectory goes to the replica that served it, unless this one is full.
+
+    homes: the replica that served a request's trajectory; None: it is new
+
+    A replica is full if with this request it has more than FEW requests and more than BOUND times the mean load. Then
+    the request goes to the replica with the least load so far, and so do new ones. Returning requests come before new
+    ones, which would take the blocks of their prefixes; of each kind the longest comes first.
+    """
+    most = BOUND * sum(loads) / replicas
     split: Split = [[] for _ in range(replicas)]
-    for request in sorted(range(len(loads)), key=lambda request: -loads[request]):
-        load, replica = heapq.heappop(least)
+    totals = [0.0] * replicas
+    for request in sorted(range(len(loads)), key=lambda request: (homes[request] is None, -loads[request])):
+        replica = homes[request]
+        if replica is None or (len(split[replica]) >= FEW and totals[replica] + loads[request] > most):
+            replica = min(range(replicas), key=totals.__getitem__)
         split[replica].append(request)
-        heapq.heappush(least, (load + loads[request], replica))
+        totals[replica] += loads[request]
     return split
 
 
-def routed(loads: Sequence[float], replicas: int) -> Split:
-    """Return the better of both splits; on a tie the consecutive one, in which copies of a prompt share a cache."""
+def routed(loads: Sequence[float], replicas: int, homes: Sequence[int | None] = ()) -> Split:
+    """Return the split by prefix if a trajectory returns, or else the better of both others.
+
+    On a tie it is the consecutive one, in which copies of a prompt share a cache.
+    """
+    if any(home is not None for home in homes):
+        return returned(loads, replicas, homes)
     static, greedy = consecutive(len(loads), replicas), longest_first(loads, replicas)
     return greedy if largest(greedy, loads) < largest(static, loads) else static
 
@@ -88,6 +113,17 @@ def given_lengths(lengths: Sequence[float], requests: int) -> list[float]:
             "expected of one response, numbers of at least 0"
         )
     return tokens
+
+
+def given_names(names: Sequence[Hashable], requests: int) -> list[Hashable]:
+    """Check a caller's names of trajectories. Raises ConfigError for anything but a text or number for each prompt."""
+    listed = list(names)
+    if len(listed) != requests or not all(isinstance(name, (str, int)) for name in listed):
+        raise ConfigError(
+            f"trajectory_ids has {len(listed)} entries for {requests} prompts; allowed: for each prompt the name of "
+            "its trajectory, a text or a whole number"
+        )
+    return listed
 
 
 def mean_response(workload: Mapping[str, Any]) -> float:

@@ -34,6 +34,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     quantization:    vLLM's name of the weights' format; None: they are not quantised
     experts:         True if the model has routed experts
     routed_experts:  True if the engine returns the experts that each token went to
+    prefix_caching:  True if the engine keeps prefixes
     weight_transfer: vLLM's backend of weight updates; None: none is configured
     host_loop_s:     the loop of its host (runtime.this_host), if this is the first rank, on a GPU; else None
 
@@ -63,6 +64,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "quantization": config.model_config.quantization,
         "experts": bool(config.model_config.is_moe),
         "routed_experts": bool(getattr(beside, "enable_return_routed_experts", False)),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "weight_transfer": getattr(getattr(config, "weight_transfer_config", None), "backend", None),
         "host_loop_s": host_loop_s() if device.type == "cuda" and worker.rank == 0 else None,
     }

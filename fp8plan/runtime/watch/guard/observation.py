@@ -53,6 +53,7 @@ KNOWN_FOR: Final = {
     "(?i)triton": ", which is portable and seldom tuned for a shape",
 }
 
+COUNTS: Final = ("preemptions", "prefix_cache_queries", "prefix_cache_hits", "compiled_files")  # of an Observation
 FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
 RANGES: Final[dict[str, Range]] = {
     "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
@@ -141,6 +142,8 @@ class Observation:
     prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
     prompt_ids:       a number for each response, the same for the same prompt; None: all prompts differ
     preemptions:      vLLM's count during the rollout
+    prefix_cache_queries, prefix_cache_hits: tokens of the requests that vLLM looked up in its prefix cache when it
+                      admitted them, and those of them that it had; None: not known
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
     compiled_files:   kernels compiled during it (`access.compiled_files`); None: not known
     arrival_s:        time from the first arrival of a request to the last, on the clock of `seconds`; None: not known,
@@ -158,6 +161,8 @@ class Observation:
     response_lengths: Sequence[int]
     prompt_ids: Sequence[int] | None = None
     preemptions: int = 0
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
     kv_cache_tokens: int | None = None
     compiled_files: int | None = None
     arrival_s: float | None = None
@@ -169,7 +174,7 @@ class Observation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling", Sampling.of(self.sampling))
         in_range(self, RANGES)
-        for name in ("preemptions", "compiled_files", "kv_cache_tokens"):
+        for name in (*COUNTS, "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None:
                 if not 0 <= value == value // 1:
@@ -198,6 +203,12 @@ class Observation:
     def tokens_per_s(self) -> float:
         """Response tokens per second."""
         return self.output_tokens / self.seconds
+
+    @property
+    def cached_share(self) -> float | None:
+        """The share of the prompts' tokens that the prefix cache had; None: not known."""
+        queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
+        return None if not queries or hits is None else hits / queries
 
     @property
     def batch(self) -> Batch:
@@ -236,20 +247,27 @@ def joined(parts: Sequence[Observation]) -> Observation:
         own = range(len(part.prompt_lengths)) if part.prompt_ids is None else part.prompt_ids
         ids += (np.unique(list(own), return_inverse=True)[1] + 1 + max(ids, default=-1)).tolist()
     seconds = sum(part.seconds for part in parts)
-    compiled = [part.compiled_files for part in parts]
     return replace(
         last,
         seconds=seconds,
         prompt_lengths=[tokens for part in parts for tokens in part.prompt_lengths],
         response_lengths=[tokens for part in parts for tokens in part.response_lengths],
         prompt_ids=ids,
-        preemptions=sum(part.preemptions for part in parts),
-        compiled_files=None if None in compiled else sum(files or 0 for files in compiled),
+        **totals(parts),
         arrival_s=seconds - last.seconds + (last.arrival_s or 0.0),
         idle_s=first.idle_s,
         kl_k3=next((part.kl_k3 for part in reversed(parts) if part.kl_k3 is not None), None),
         sampling=Sampling.mixed(part.sampling for part in parts),
     )
+
+
+def totals(parts: Sequence[Observation]) -> dict[str, Any]:
+    """The COUNTS of several observations together; None for one that not all of them know."""
+    sums: dict[str, Any] = {}
+    for name in COUNTS:
+        counts = [getattr(part, name) for part in parts]
+        sums[name] = None if None in counts else sum(counts)
+    return sums
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.watch.guard.observation import COUNTS, EngineFacts, Observation
 
 
 def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
     row: dict[str, Any] = {} if facts is None else _engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
         return {**row, **(rollout or {})}
-    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "idle_s")
+    numbers = ("seconds", *COUNTS, "arrival_s", "idle_s")
     row |= {name: getattr(rollout, name) for name in numbers}
     row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:

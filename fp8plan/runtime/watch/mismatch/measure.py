@@ -315,9 +315,10 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
     """Sum up the mismatch of one batch; `MismatchSums.metrics` makes figures of the sums.
 
     tokens:   the batch, from `pack`
-    versions: versions of the weights that sampled: [sequences], or one per token in the form of the log-probs (for
-              responses that went on after a sync). They are integers of 0 or more, less than SLOTS apart over all
-              batches that are added. With a sequence_group they are one per sequence. None: unknown
+    versions: versions of the weights that sampled: [sequences], or one per token in the form of the log-probs, for
+              responses that went on after a sync (`turn_versions` makes them of a trajectory's turns). They are
+              integers of 0 or more, less than SLOTS apart over all batches that are added. With a sequence_group they
+              are one per sequence. None: unknown
 
     The first rank of a sequence_group counts its sequences; the sums of the others are 0.
     Raises ConfigError for versions of another shape or range, and without torch.

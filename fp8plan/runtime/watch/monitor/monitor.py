@@ -195,7 +195,7 @@ class Monitor:
 
         train_logprobs, rollout_logprobs, mask, lengths: arguments of `pack`: padded [batch, length] with a mask, or
                   packed [tokens] with lengths; in nats
-        versions: argument of `measure`: versions of the weights that sampled
+        versions: argument of `measure`: versions of the weights that sampled, as `turn_versions` makes them of turns
         synced_logprobs: the trainer's log-probs under the very weights that sampled, in the form of train_logprobs, on
                   every rank or on none. They separate staleness from precision in `step.attribution`
         replayed_logprobs: the trainer's log-probs with the experts that the engine picked for each token, and with the

@@ -30,6 +30,7 @@ FACTS: dict[str, Any] = {
     "quantization": "fp8_per_block",
     "experts": True,
     "routed_experts": True,
+    "prefix_caching": True,
     "weight_transfer": "fp8plan",
 }
 SCALES = {f"layers.{n}": {"q": 1.0, "k": 0.02, "v": 0.01, "k_host": 0.02, "v_host": 0.01} for n in range(3)}
@@ -56,6 +57,8 @@ HEALTHY = Observed(
     kv_amax={layer: [3.0, 8.0, 4.0] for layer in SCALES},
     preemptions=3,
     requests=512,
+    prefix_cache_queries=400_000,
+    prefix_cache_hits=300_000,
     version=7,
     weights=[SOUND, SOUND],
     decode=Compared(256, 0.02, 8e-4),
@@ -91,6 +94,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "graphs_off": (facts(enforce_eager=True), "enforce_eager is set"),
     "graphs_piecewise": (facts(cudagraph_mode="PIECEWISE"), "PIECEWISE"),
     "preemption_storm": ({"preemptions": 300}, "300 in 512 requests"),
+    "prefix_caching_off": (facts(prefix_caching=False), "turns of a trajectory and samples of a prompt"),
+    "prefix_cache_missed": ({"prefix_cache_hits": 3_999}, "1.0% of 400,000 tokens since the engine's start were in"),
     "wrong_kernel": (
         {"kernels": {"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"}},
         "measured with flashinfer_deep_gemm",
@@ -406,7 +411,7 @@ SAID: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "1 since the engine's start; in how many requests is not told",
     ),
     "unknown preemptions": (
-        {"preemptions": None, "unseen": {"preemptions": "no metrics"}}, "preemption", "unknown", "no metrics",
+        {"preemptions": None, "unseen": {"counts": "no metrics"}}, "preemption", "unknown", "no metrics",
     ),
     "no request": (
         {"preemptions": 0, "requests": 0},
@@ -415,6 +420,21 @@ SAID: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "no request has finished since the engine's start",
     ),
     "seldom": ({"preemptions": 25, "requests": 500}, "preemption", "ok", "25 in 500 requests since the engine's start"),
+    "as many hits as a template makes": (
+        {"prefix_cache_hits": 4_000},
+        "prefix_hits",
+        "ok",
+        "1.0% of 400,000 tokens since the engine's start were in the prefix cache",
+    ),
+    "too few tokens for hits": (
+        {"prefix_cache_queries": 99_999, "prefix_cache_hits": 0},
+        "prefix_hits",
+        "ok",
+        "0.0% of 99,999 tokens since the engine's start were in the prefix cache",
+    ),
+    "unknown hits": (
+        {"prefix_cache_hits": None, "unseen": {"counts": "no metrics"}}, "prefix_hits", "unknown", "no metrics",
+    ),
     "often": (
         {"preemptions": 26, "requests": 500},
         "preemption",

@@ -14,6 +14,7 @@ from fp8plan import Scored
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.calls import rpc
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 pytestmark = pytest.mark.vllm
 
@@ -132,6 +133,20 @@ def test_one_corrupted_layer(healthy: RolloutEngine) -> None:
 def test_stale_weights(healthy: RolloutEngine) -> None:
     found = faults(healthy, weights=weights(KIND, "b"))
     assert "the engine serves other weights than the trainer's" in found["stale_weights"]
+
+
+def test_a_turn_finds_the_blocks_of_the_turn_before(healthy: RolloutEngine) -> None:
+    first = [(3 * n + 1) % 1000 for n in range(BLOCK_SIZE - 2)]
+    ((answer,),) = [output.outputs for output in healthy.generate([{"prompt_token_ids": first}], sampling())]
+    second = [*first, *answer.token_ids, *range(50)]  # a block and 52 tokens, 50 of them a tool's
+    healthy.generate([{"prompt_token_ids": second}], sampling())
+    seen = healthy.observation
+    assert seen is not None
+    assert (seen.prefix_cache_queries, seen.prefix_cache_hits) == (len(second), BLOCK_SIZE)
+    record = rollout_fields(seen, healthy.engine_facts())
+    assert (record["prefix_cache_queries"], record["prefix_cache_hits"]) == (len(second), BLOCK_SIZE)
+    (found,) = [one for one in fp8plan.doctor(healthy).findings if one.check == "prefix_hits"]
+    assert found.says == f"71.1% of {len(second)} tokens since the last rollout began were in the prefix cache"
 
 
 def test_a_prefix_cache_that_was_not_emptied(healthy: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:

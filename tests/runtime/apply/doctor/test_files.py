@@ -74,6 +74,14 @@ def test_a_run_file_whose_lengths_were_cut_tells_the_rest(tmp_path: Path) -> Non
     assert found["preemption"] == ("unknown", "30 since step 4 began; in how many requests is not told")
 
 
+def test_a_run_file_tells_the_hits_of_the_prefix_cache(tmp_path: Path) -> None:
+    counted = {"prefix_cache_queries": 500_000, "prefix_cache_hits": 2_500}
+    state, says = told(tmp_path / "run.jsonl", RECORD | counted)["prefix_hits"]
+    assert (state, says.partition(" were")[0]) == ("warning", "0.5% of 500,000 tokens since step 4 began")
+    state, says = told(tmp_path / "run.jsonl", RECORD | counted | {"enable_prefix_caching": False})["prefix_hits"]
+    assert (state, says.partition(":")[0]) == ("warning", "prefix caching is off")
+
+
 def test_a_monitor_without_an_engine_knows_no_preemptions(tmp_path: Path) -> None:
     found = told(tmp_path / "run.jsonl", {"step": 4, "metrics": RECORD["metrics"]})
     assert found["preemption"][1].startswith("no record counts preemptions: a Monitor knows rollouts from its engine")

@@ -171,6 +171,33 @@ def test_a_page_without_counters_is_unknown_with_its_reason() -> None:
     assert (finding.state.value, finding.says) == ("unknown", "/metrics has no vllm:num_preemptions_total")
 
 
+SINCE = "since the engine's start were in the prefix cache"
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "says"),
+    [
+        ({}, "ok", f"75.0% of 200,000 tokens {SINCE}"),
+        ({"150000": "1000"}, "warning", f"0.5% of 200,000 tokens {SINCE}; turns and samples of one prompt would hit"),
+        ({"150000": "500", "200000": "99999"}, "ok", f"0.5% of 99,999 tokens {SINCE}"),
+        ({"200000": "0"}, "unknown", "no prompt was looked up since the engine's start"),
+        ({"prefix_cache_queries": "queries"}, "unknown", "/metrics has no vllm:prefix_cache_queries_total"),
+    ],
+)
+def test_the_hits_of_a_servers_prefix_cache_are_read(changes: dict[str, str], state: str, says: str) -> None:
+    page = METRICS
+    for before, after in changes.items():
+        page = page.replace(before, after)
+    assert finding(looked({"/metrics": whole(page.encode())}), "prefix_hits") == (state, says)
+
+
+def test_a_server_without_a_prefix_cache_is_named() -> None:
+    page = METRICS.replace('caching="True"', 'caching="False"')
+    (named,) = [one for one in looked({"/metrics": whole(page.encode())}).findings if one.check == "prefix_hits"]
+    assert (named.state.value, named.fault) == ("warning", "prefix_caching_off")
+    assert named.todo == "enable_prefix_caching=True; vllm serve: --enable-prefix-caching"
+
+
 def test_pages_that_a_server_does_not_have_hide_nothing() -> None:
     missing = {
         path: whole(b"no", status) for path, status in (("/metrics", 404), ("/server_info", 405), ("/version", 503))

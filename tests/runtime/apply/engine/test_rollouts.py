@@ -49,7 +49,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(judging, "time", SimpleNamespace(perf_counter=found))
-    monkeypatch.setattr(judging, "counts", lambda: (0, 0))
+    monkeypatch.setattr(judging, "counts", dict)
     return found
 
 
@@ -297,13 +297,30 @@ def test_a_log_numbers_prompts_and_leaves_out_what_has_no_tokens() -> None:
     assert Observation(**seen).sampling == Sampling(temperature=0.7)
 
 
+def test_a_log_has_the_growth_of_each_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RolloutLog()
+    log.add(0.0, 2.0, [([1, 2], 4)], Sampling())
+    log.end()
+    assert log.counted == {}  # nobody has begun to count
+    so_far = [{"preemptions": 5, "compiled_files": 3}, {"preemptions": 9, "compiled_files": 2, "prefix_cache_hits": 7}]
+    monkeypatch.setattr(judging, "counts", lambda: so_far.pop(0))
+    log.begin()
+    log.begin()
+    log.end()
+    seen = Observation(**log.observed())  # type: ignore[arg-type]
+    assert (seen.preemptions, seen.compiled_files, seen.prefix_cache_hits, seen.prefix_cache_queries) == (4, 0, 7, None)
+
+
 def test_rollouts_one_after_the_other_are_joined() -> None:
     first = Observation(3.0, [1, 1], [4, 5], [7, 7], preemptions=1, compiled_files=1, idle_s=9.0, kl_k3=0.5)
     last = Observation(2.0, [1], [6], preemptions=2, compiled_files=0, arrival_s=0.5, idle_s=1.0, kv_cache_tokens=64)
+    first = replace(first, prefix_cache_queries=30, prefix_cache_hits=9)
+    last = replace(last, prefix_cache_queries=12)
     both = joined([first, last])
     assert (both.seconds, both.arrival_s, both.idle_s) == (5.0, 3.5, 9.0)
     assert (list(both.response_lengths), list(both.prompt_ids or ())) == ([4, 5, 6], [0, 0, 1])
     assert (both.preemptions, both.compiled_files, both.kv_cache_tokens, both.kl_k3) == (3, 1, 64, 0.5)
+    assert (both.prefix_cache_queries, both.prefix_cache_hits) == (42, None)
     assert joined([first, replace(last, compiled_files=None)]).compiled_files is None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import planted
 import pytest
-from tiny_models import CALIBRATION, PROMPTS, TOKENS, checkpoint, cpu_plan, weights
+from tiny_models import BLOCK_SIZE, CALIBRATION, PROMPTS, TOKENS, checkpoint, cpu_plan, weights
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
@@ -190,6 +190,27 @@ def test_a_rollout_is_routed_by_lengths_and_compared_with_the_static_split(fleet
     written: list[Any] = []
     Monitor(engine=fleet, sinks=[Callback(written.append)]).step(np.zeros((1, 2)), np.zeros((1, 2)))
     assert (written[0]["data_parallel"], written[0]["response_lengths"]) == (2, lengths)
+
+
+def test_turns_return_to_the_replica_that_has_their_prefix(fleet: RolloutFleet) -> None:
+    """A trajectory that is named as another one goes where its prefix is not, and computes it again."""
+    from vllm import SamplingParams
+
+    sync(fleet, "a")  # an empty prefix cache
+    four = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
+    first = [[(11 * row + 3 * n) % 1000 for n in range(BLOCK_SIZE - 2)] for row in range(4)]
+    for names, kept_blocks in ((None, 4), (["a", "b", "c", "d"], 4), (["b", "c", "d", "a"], 2)):
+        turns, hits = first, list[Any]()
+        fleet.sync_weights(weights("dense", "a"), kv_prompts=CALIBRATION)
+        for ids in (names and ["a", "b", "c", "d"], names):
+            outputs = fleet.generate([{"prompt_token_ids": turn} for turn in turns], four, trajectory_ids=ids)
+            turns = [[*turn, *output.outputs[0].token_ids, 5] for turn, output in zip(turns, outputs, strict=True)]
+            assert fleet.observation is not None
+            hits.append(fleet.observation.prefix_cache_hits)
+        assert hits == [0, kept_blocks * BLOCK_SIZE]
+        assert fleet.routing is not None
+        assert (fleet.routing.returning, fleet.routing.kept) == (4, 4)
+        assert f"{kept_blocks * BLOCK_SIZE / (4 * (BLOCK_SIZE + 3)):.0%} of the prompts' tokens" in str(fleet.routing)
 
 
 def test_copies_of_a_prompt_get_different_responses_on_both(fleet: RolloutFleet) -> None:

@@ -70,13 +70,80 @@ def test_a_fleets_rollout_is_all_calls_in_it_and_none_outside(fleet: Any) -> Non
     assert lengths(fleet) == [8]
 
 
+def replicas(fleet: Any) -> list[int]:
+    return list(fleet.routing.replicas)
+
+
+def test_a_turn_returns_to_the_replica_of_the_turn_before(fleet: Any) -> None:
+    prompts = [[2, 10], [2, 11], [2, 12], [2, 13]]
+    with fleet.rollout():
+        fleet.generate(prompts)
+        assert [len(sequence) for sequence in fleet.last_sequences] == [4] * 4
+        second = [[*prompt, 1, 1, 77] for prompt in reversed(prompts)]  # their answer, and a tool's token
+        fleet.generate(second)
+        fleet.generate([[*second[2], 1, 1], [3, 99]])
+    assert replicas(fleet) == [0, 0, 1, 1, 1, 1, 0, 0, 0, 1]
+    assert (fleet.routing.returning, fleet.routing.kept) == (5, 5)
+    assert "5 of 5 returning trajectories came to their replica" in str(fleet.routing)
+    fleet.state.version += 1  # a sync empties the prefix caches
+    with fleet.rollout():
+        fleet.generate(second)
+    assert (replicas(fleet), fleet.routing.returning) == ([0, 0, 1, 1], 0)
+
+
+def test_a_caller_names_trajectories(fleet: Any) -> None:
+    """Such as those whose chat template drops the reasoning, so that no prompt begins with the last answer."""
+    fleet.generate([[2, 10], [2, 11], [2, 12], [2, 13]], trajectory_ids=["a", "b", "c", "d"])
+    fleet.generate([[2, 13], [2, 77], [2, 10]], trajectory_ids=["d", "new", "a"])
+    assert (replicas(fleet), fleet.routing.returning, fleet.routing.kept) == ([1, 0, 0], 2, 2)
+    assert fleet.routing.to_dict()["kept"] == 2
+    with pytest.raises(ConfigError, match="trajectory_ids has 1 entries for 2 prompts"):
+        fleet.generate([[2, 13], [2, 77]], trajectory_ids=["d"])
+
+
+def test_a_prompt_of_embeddings_is_continued_by_none(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(replica: Any, prompts: Any, *_: Any) -> tuple[list[Any], float]:
+        aborted = [SimpleNamespace(token_ids=[], cumulative_logprob=0.0)]
+        return [SimpleNamespace(prompt_token_ids=None, outputs=aborted) for _ in prompts], 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeReplica, "generate", generate)
+        fleet.generate([{"prompt_embeds": 0.5}])
+    fleet.generate([[2, 10], [2, 11]])
+    assert (replicas(fleet), fleet.routing.returning) == ([0, 1], 0)
+
+
+def test_trajectories_of_a_lost_replica_return_to_none(fleet: Any) -> None:
+    fleet.generate([[2, 10], [2, 11], [2, 12], [2, 13]], trajectory_ids=range(4))
+    fleet._members.lose(1, "it was killed")
+    fleet.generate([[2, 10], [2, 13]], trajectory_ids=[0, 3])
+    assert (replicas(fleet), fleet.routing.returning, fleet.routing.kept) == ([0, 0], 2, 1)
+    fleet.replace(1)
+    fleet.replace(0)
+    fleet.generate([[2, 10], [2, 13]], trajectory_ids=[0, 3])
+    assert fleet.routing.returning == 0
+
+
+def test_one_replica_does_not_keep_all_that_return(fleet: Any) -> None:
+    prompts = [[2, number] for number in range(60)]
+    fleet._members.lose(1, "it was killed")
+    fleet.generate(prompts)
+    fleet.replace(1)
+    second = [[*prompt, 1, 1] for prompt in prompts]
+    fleet.generate(second)
+    assert (replicas(fleet).count(0), fleet.routing.returning, fleet.routing.kept) == (37, 60, 37)
+    fleet.generate([[*prompt, 1, 1] for prompt in second])  # those that moved stay where they are now
+    assert (fleet.routing.returning, fleet.routing.kept) == (60, 60)
+
+
 def test_calls_of_a_rollout_are_one_in_the_report() -> None:
     earlier, later = Observation(3.0, [1, 1, 1], [4, 5, 6]), Observation(2.0, [1], [7])
-    first = Routing(2, earlier, {0: [0], 1: [1]}, [1, 2], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1)
-    last = Routing(2, later, {1: [0]}, [1], [8.0], {1: 2.0}, 0)
+    first = Routing(2, earlier, {0: [0], 1: [1]}, [1, 2], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1, returning=2, kept=1)
+    last = Routing(2, later, {1: [0]}, [1], [8.0], {1: 2.0}, 0, returning=1, kept=1)
     both = Routing.joined([first, last])
     assert (both.parts, both.samples, both.expected) == ({0: [0], 1: [1, 2]}, [1, 2, 1], [9.0, 9.0, 8.0])
     assert (both.replica_seconds, both.rerouted) == ({0: 3.0, 1: 4.0}, 1)
+    assert (both.returning, both.kept) == (3, 2)
     assert (both.observation.seconds, list(both.observation.response_lengths)) == (5.0, [4, 5, 6, 7])
 
 

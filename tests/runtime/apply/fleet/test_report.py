@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.fleet.routing import consecutive
@@ -45,8 +46,9 @@ def test_the_observation_adds_up_what_the_replicas_saw() -> None:
     def seen(preemptions: int) -> Judged:
         how = Sampling(top_p=1 - preemptions / 10) if preemptions < 10 else None
         one = Observation(1.0, [1], [1], preemptions=preemptions, kv_cache_tokens=640, compiled_files=1, sampling=how)
-        return Judged(one, None, None)
+        return Judged(replace(one, prefix_cache_queries=100, prefix_cache_hits=10 * preemptions), None, None)
 
     whole = finished(APART).judged({0: seen(2), 1: seen(3), 5: seen(100)}).observation  # 5 took no part
     assert (whole.preemptions, whole.kv_cache_tokens, whole.compiled_files) == (5, 640, 2)
+    assert (whole.prefix_cache_queries, whole.prefix_cache_hits) == (200, 50)
     assert (whole.seconds, whole.sampling) == (60.0, Sampling(top_p=0.7))

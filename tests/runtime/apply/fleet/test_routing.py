@@ -13,13 +13,17 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
 from fp8plan.runtime.apply.fleet.rollouts import Requests
 from fp8plan.runtime.apply.fleet.routing import (
+    BOUND,
+    FEW,
     SeenLengths,
     Split,
     consecutive,
     given_lengths,
+    given_names,
     largest,
     longest_first,
     mean_response,
+    returned,
     routed,
 )
 
@@ -68,6 +72,35 @@ def test_the_static_split_is_the_planners(requests: int, replicas: int) -> None:
     planned = [len(part.prompts) for part in Batch(ids + 1, ids + 1, ids).split(replicas)]
     ours: Split = consecutive(requests, min(replicas, requests))
     assert [len(part) for part in ours] == planned
+
+
+@given(st.data(), LOADS.filter(len), REPLICAS)
+def test_no_replica_is_overloaded_by_trajectories_that_return(
+    data: st.DataObject, loads: list[int], count: int
+) -> None:
+    homes = data.draw(st.lists(st.none() | st.integers(0, count - 1), min_size=len(loads), max_size=len(loads)))
+    split = returned(loads, count, homes)
+    assert sorted(request for part in split for request in part) == list(range(len(loads)))
+    mean, longest = sum(loads) / count, max(loads)
+    assert largest(split, loads) <= max(BOUND * mean, mean + longest, FEW * longest) + 1e-9
+
+
+def test_trajectories_return_unless_their_replica_is_full() -> None:
+    assert returned([9, 1, 1, 9], 2, [1, 0, 1, 0]) == [[3, 1], [0, 2]]
+    assert [len(part) for part in returned([5] * 40, 2, [0] * 40)] == [25, 15]  # 1.25 times the mean of 20
+    assert [len(part) for part in returned([5] * FEW, 4, [2] * FEW)] == [0, 0, FEW, 0]  # the tail of a rollout
+    assert [len(part) for part in returned([5] * (FEW + 1), 4, [2] * (FEW + 1))] == [1, 0, FEW, 0]
+
+
+def test_new_trajectories_go_to_the_least_loaded_after_those_that_return() -> None:
+    assert routed([5, 90, 5, 90], 2, [0, None, 0, None]) == [[0, 2, 3], [1]]
+    assert routed([5, 90, 5, 90], 2, [None] * 4) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", None], ["a", 1.5]])
+def test_names_of_trajectories_that_make_no_sense_are_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"trajectory_ids has \d entries for 2 prompts; allowed: for each prompt the"):
+        given_names(names, 2)
 
 
 def test_a_long_tail_is_shared_out() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 from native_client import send, send_in_parts, trainer_of, without_cuda
-from tiny_models import PROMPTS, generate, started, weights
+from tiny_models import BLOCK_SIZE, LONG_PROMPT, PROMPTS, generate, started, weights
 from trl_runs import model
 from vllm_server import BLOCK_FP8, FP8_KV, Server, free_port, line_of, outputs, serving
 
@@ -20,7 +20,7 @@ import fp8plan
 pytestmark = pytest.mark.vllm
 
 STATUS = "/fp8plan/status"
-UNSEEN_FROM_OUTSIDE = {"weights", "prefix_cache", "temperature", "mismatch"}  # the last three: nothing was given
+UNSEEN_FROM_OUTSIDE = {"weights", "prefix_cache", "temperature", "mismatch", "trainer"}  # the last four: not given
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,13 @@ def test_it_says_how_requests_to_these_weights_were_sampled(server: Server) -> N
 @pytest.mark.slow
 def test_the_doctor_sees_what_a_server_runs(server: Server) -> None:
     """All that its status, its pages and its log-probs tell."""
+    before = fp8plan.doctor(server.url).observed
+    for more in ([], [5, 6, 7]):  # a prompt, and a turn that continues it
+        assert server.completion([*LONG_PROMPT, *more]).ok
     found = fp8plan.doctor(server.url)
+    assert (found.observed.prefix_cache_hits or 0) - (before.prefix_cache_hits or 0) == BLOCK_SIZE
+    assert (found.observed.prefix_cache_queries or 0) > (before.prefix_cache_queries or 0) + 2 * len(LONG_PROMPT)
+    assert found.observed.facts["prefix_caching"] is True
     states = {one.check: one.state.value for one in found.findings}
     assert found.faults == ()
     assert {check for check, state in states.items() if state == "unknown"} == UNSEEN_FROM_OUTSIDE

@@ -86,6 +86,7 @@ class Facts(Struct, kw_only=True):
     routers: dict[str, int] | UnsetType = UNSET
     experts: bool | UnsetType = UNSET
     routed_experts: bool | UnsetType = UNSET
+    prefix_caching: bool | UnsetType = UNSET
     weight_transfer: str | UnsetType | None = UNSET
     weights: int | UnsetType | None = UNSET
 
@@ -213,9 +214,11 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
         del facts["experts"]
     if facts.get("quantization", "") is None:
         facts["e8m0"] = None  # no weights are FP8
-    cache = [labels.get("cache_dtype") for labels, _ in metrics.get("vllm:cache_config_info", ())]
-    if cache and cache[0]:
-        facts["kv_cache_dtype"] = cache[0]
+    for labels, _ in metrics.get("vllm:cache_config_info", ())[:1]:
+        if labels.get("cache_dtype"):
+            facts["kv_cache_dtype"] = labels["cache_dtype"]
+        if "enable_prefix_caching" in labels:
+            facts["prefix_caching"] = labels["enable_prefix_caching"] == "True"
     try:
         checked(facts, Facts, "/server_info")
     except ConfigError as error:

@@ -36,7 +36,13 @@ UNSEEN: Final = (
     """the server does not tell; type: vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', or for a """
     "part of it VLLM_SERVER_DEV_MODE=1"
 )
-COUNTERS: Final = ("vllm:num_preemptions_total", "vllm:request_success_total")
+# Field of an Observed -> a server's counter.
+COUNTERS: Final = {
+    "preemptions": "vllm:num_preemptions_total",
+    "requests": "vllm:request_success_total",
+    "prefix_cache_queries": "vllm:prefix_cache_queries_total",
+    "prefix_cache_hits": "vllm:prefix_cache_hits_total",
+}
 FROM_INSIDE: Final = "a server does not show its weights; type: fp8plan.doctor(engine) in the engine's own process"
 
 
@@ -53,7 +59,7 @@ def observe_server(server: Server, request: Request) -> Observed:
     sequences = (request.prompts or ()) if request.prompt_file is None else _tokens_of(server, request.prompt_file)
     status = notes.of("status", lambda: server.json(STATUS, answers.Status)) or answers.Status()
     info = notes.of("server_info", lambda: server.json("/server_info?config_format=json", answers.Info))
-    page = notes.of("preemptions", lambda: answers.samples(server.text("/metrics")))
+    page = notes.of("counts", lambda: answers.samples(server.text("/metrics")))
     version = notes.of("version", lambda: server.json("/version", answers.Version))
     facts = answers.facts_of(info or answers.Info(), page or {})
     if version is not None:
@@ -63,10 +69,9 @@ def observe_server(server: Server, request: Request) -> Observed:
         facts["weights"] = status.weights.version
     inside = dict.fromkeys(("ranks", "kv_scales", "version", "kernels"), UNSEEN)
     notes.unseen |= inside | {"weights": FROM_INSIDE}
-    preemptions, requests = None, None
+    counted: dict[str, Any] | None = None
     if page is not None:
-        counted = notes.of("preemptions", lambda: [answers.total(page, name) for name in COUNTERS])
-        preemptions, requests = counted or (None, None)
+        counted = notes.of("counts", lambda: {field: answers.total(page, name) for field, name in COUNTERS.items()})
     state = SyncState(SyncSettings(), None, fp8_kv=False)
     state.longest_prompt = None if model.max_model_len is None else model.max_model_len - 1
     refuse_given(request, sequences, state)
@@ -90,9 +95,8 @@ def observe_server(server: Server, request: Request) -> Observed:
         kernels=names,
         measured_kernels=kernels,
         kv_scales=None if status.kv_scales is None else msgspec.to_builtins(status.kv_scales.scales),
-        preemptions=preemptions,
-        requests=requests,
         refusal=refusal,
+        **(counted or {}),
         **heard,
         unseen=notes.unseen,
     )
