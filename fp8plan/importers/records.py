@@ -14,18 +14,30 @@ from typing import Any, Final
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.importers import skyrl, trl, verl
+from fp8plan.importers import jsonl, skyrl, trl, verl
 from fp8plan.importers.figures import Figures, figures
-from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
-from fp8plan.importers.turns import Turns, split
+from fp8plan.importers.logged import (
+    Counted,
+    Logged,
+    Measured,
+    Note,
+    Request,
+    Source,
+    Text,
+    counted,
+    name_of,
+    without_waits,
+)
+from fp8plan.importers.turns import Texts, split
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
+from fp8plan.model.trajectories import WAITS
 from fp8plan.model.validate.records import caller_of
 from fp8plan.schemas import REQUIRED, VERSIONS, parse
 from fp8plan.version import __version__
 
-SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
+SOURCES: Final = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE, "jsonl": jsonl.SOURCE}
 NEAR: Final = 0.02  # largest relative gap from the trainer's mean tokens that needs no note
 Progress = Callable[[int, int], object]  # called with the bytes read, and with their total
 BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 times as many bytes
@@ -95,12 +107,15 @@ class Counter:
             names = [name_of(str(request.prompt).encode(errors="surrogatepass")) for request in batch]
             prompts = {name: request.prompt for name, request in zip(names, batch, strict=True)}
             lengths = dict(zip(prompts, self._prompt_tokens([*prompts.values()]), strict=True))
-            turns = [self._turns(request) for request in batch]
-            counts = iter(self._tokens([text for each in turns for text in (*each.generated, *each.between)]))
-            for name, each, request in zip(names, turns, batch, strict=True):
-                generated, tools = (sum(next(counts) for _ in texts) for texts in each[:2])
-                generated, tools = request.tokens or (generated, tools)
-                yield Measured(name, lengths[name], generated, tools, each.unclear)
+            texts = [self._texts(request) for request in batch]
+            counts = iter(self._tokens([text for each in texts for text in (*each.generated, *each.between)]))
+            for name, each, request in zip(names, texts, batch, strict=True):
+                if request.masked is not None:
+                    yield Measured(name, lengths[name] + request.masked.before, request.masked.turns)
+                    continue
+                generated, between = ([next(counts) for _ in part] for part in each[:2])
+                turns = without_waits(zip(generated, [*between, 0], strict=True))
+                yield Measured(name, lengths[name], turns, each.unclear)
 
     def _prompt_tokens(self, prompts: Sequence[Text]) -> list[int]:
         if all(isinstance(prompt, str) for prompt in prompts):
@@ -108,17 +123,22 @@ class Counter:
         conversations = ([{"role": "user", "content": x}] if isinstance(x, str) else x for x in prompts)
         return self._tokens([self._rendered(messages) for messages in conversations])
 
-    def _turns(self, request: Request) -> Turns:
+    def _texts(self, request: Request) -> Texts:
         """The texts of one response, one for each of its turns. A mask in the log goes before them."""
-        if request.tokens is not None:
-            return Turns([], [])
+        if request.masked is not None:
+            return Texts([], [])
         if isinstance(request.response, str):
             return split(request.response)
-        turns = [message for message in request.response if message.get("role") == "assistant"]
-        if not self.tools and any("tool_calls" in message for message in turns):
-            self.note(NO_TOOLS)
-        others = [_bare(message) for message in request.response if message.get("role") != "assistant"]
-        return Turns([self._turn(message) for message in turns], others)
+        generated, between = list[str](), list[str]()
+        for message in request.response:
+            if message.get("role") == "assistant":
+                if not self.tools and "tool_calls" in message:
+                    self.note(NO_TOOLS)
+                generated.append(self._turn(message))
+                between.append("")
+            elif between:
+                between[-1] += _bare(message)
+        return Texts(generated or [""], between[:-1])
 
     def _turn(self, message: dict[str, Any]) -> str:
         """The chat template's text for a message of the assistant, without the prompt before it.
@@ -194,7 +214,7 @@ def import_rollouts(
 ) -> Imported:
     """Turn the rollouts that a trainer logged into rollout records.
 
-    trainer:   verl, trl or skyrl
+    trainer:   verl, trl, skyrl or jsonl
     folder:    the folder of the trainer's log of rollouts
     tokenizer: hub id or folder of the run's tokenizer, for logs that hold text
     log:       the trainer's figures (see fp8plan.importers.figures), for the seconds
@@ -235,7 +255,7 @@ class RolloutStream:
         self._trainer, self._source, self._log, self._progress = trainer, SOURCES[trainer], log, progress
         facts = _checked(engine)
         if not Path(folder).is_dir():
-            raise ConfigError(f"there is no folder {folder}; give the one that {trainer} wrote its rollouts to")
+            raise ConfigError(f"there is no folder {folder}; give the one of the rollouts' files")
         self.notes = list[str]()
         self._known = figures(Path(log), self._note) if log is not None else {}
         every = self._source.rollouts(Path(folder))
@@ -337,8 +357,8 @@ class RolloutStream:
         if rollout.step == self._first:
             record["first_rollout"] = True
         record |= {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
-        if any(rollout.tool_tokens):
-            record["tool_tokens"] = rollout.tool_tokens
+        if rollout.several:
+            record["turns"] = [[list(turn) for turn in turns] for turns in rollout.turns]
         if rollout.unclear:
             record["unclear_responses"] = rollout.unclear
         seconds = self._known.get(rollout.step, {}).get(self._source.seconds or "")
@@ -370,19 +390,21 @@ class _Totals:
     known: Figures
     source: Source
     responses: int = 0
-    multi_turn: int = 0
+    several: int = 0
     unclear: int = 0
     generated: int = 0
-    others: int = 0
+    tools: int = 0
+    unknown_waits: bool = False
     gap: float = NEAR
     gap_note: str | None = None
 
     def add(self, rollout: Counted) -> None:
-        self.responses += len(rollout.tool_tokens)
-        self.multi_turn += sum(1 for tokens in rollout.tool_tokens if tokens)
+        self.responses += len(rollout.turns)
+        self.several += rollout.several
         self.unclear += rollout.unclear
         self.generated += sum(rollout.response_lengths)
-        self.others += sum(rollout.tool_tokens)
+        self.tools += rollout.tool_tokens
+        self.unknown_waits |= rollout.unknown_waits
         logged = self.known.get(rollout.step, {}).get(self.source.mean_response or "")
         if not logged or not is_number(logged):
             return
@@ -397,14 +419,16 @@ class _Totals:
             )
 
     def of_tools(self) -> Iterator[str]:
-        """Remarks on tool output."""
-        if self.multi_turn:
-            share = self.others / (self.generated + self.others)
+        """Remarks on turns and tools."""
+        if self.several:
+            share = self.tools / (self.generated + self.tools)
             yield (
-                f"{self.multi_turn:,} of {self.responses:,} responses have several turns. {share:.1%} of the tokens of "
-                "all responses are tool output or a user's, which no engine generated: they are in tool_tokens, not in "
-                "response_lengths. They were in the KV cache, and the seconds hold the tools' own"
+                f"{self.several:,} of {self.responses:,} responses have several turns. {share:.1%} of the tokens of "
+                "all responses are tool output or a user's, which no engine generated: they are in turns, not in "
+                "response_lengths. The seconds hold the tools' own"
             )
+        if self.unknown_waits:
+            yield f"the log does not say how long the tools took: type plan --workload FILE --tool-s {WAITS}"
         if self.unclear:
             yield (
                 f"{self.unclear:,} of {self.responses:,} responses ({self.unclear / self.responses:.1%}) may hold tool "

@@ -31,7 +31,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "max_model_len as vLLM's auto": (["--max-model-len", "-1"], ("max_model_len is -1", "leave it out")),
     "negative length": (["--response-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
     "negative prompt length": (["--prompt-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
-    "no length": (["--response-lengths", "fixed:0"], ("fixed length is 0", "allowed: ")),
+    "no length": (["--response-lengths", "fixed:0"], ("fixed number is 0", "allowed: ")),
     "NaN length": (["--response-lengths", "fixed:nan"], ("'fixed:nan'", "fixed:TOKENS", "lognormal:mean=TOKENS")),
     "NaN mean": (["--response-lengths", "lognormal:mean=nan,sigma=1,max=9"], ("mean is nan", "finite")),
     "negative mean": (["--response-lengths", "lognormal:mean=-7,sigma=1,max=9"], ("mean is -7", "allowed: ")),
@@ -170,8 +170,8 @@ def test_a_corrupt_config_is_refused_by_file(fp8plan: Callable[..., Done], text:
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"", ("no lengths", "at least one row")),
-        (b"\n  \n", ("no lengths", "at least one row")),
+        (b"", ("no numbers", "at least one row")),
+        (b"\n  \n", ("no numbers", "at least one row")),
         (b"5\nmany\n", ("line 2", '"response_length"')),
         (b'5\n\n{"tokens": 7}\n', ("line 3", '"response_length"')),
         (b"5\n-3\n", ("row 2", "-3", "allowed: ")),

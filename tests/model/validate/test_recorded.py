@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Trace
 from fp8plan.model.validate.records import recorded_workload, workload_of
-from fp8plan.model.workload import Batch, Trace, Turns
+from fp8plan.model.workload import Batch, Turns
 
 ROLLOUT: dict[str, Any] = {
     "prompt_ids": ["b", "a", "b", "a"],
