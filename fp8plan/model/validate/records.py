@@ -65,11 +65,10 @@ def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
         counts = f"{len(turns)} turns, {len(responses)} response_lengths"
         raise ConfigError(f"{counts}; allowed: a list of turns for each response")
     for number, (trajectory, tokens) in enumerate(zip(turns, responses, strict=True), 1):
-        for turn in trajectory:
-            generated, tool, wait_s = turn
+        for generated, tool, wait_s in trajectory:
             waits = wait_s is None or 0 <= wait_s <= MOST_SECONDS
             if not (1 <= generated <= MOST_TOKENS and 0 <= tool <= MOST_TOKENS and waits):
-                raise ConfigError(f"a turn of response {number} is {list(turn)}; allowed: {A_TURN}")
+                raise ConfigError(f"a turn of response {number} is {[generated, tool, wait_s]}; allowed: {A_TURN}")
         total = sum(turn[0] for turn in trajectory)
         if total != tokens:
             raise ConfigError(
