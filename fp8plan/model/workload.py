@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import lines
+from fp8plan.model.turns import TurnTable
 from fp8plan.options import WORKLOAD, Option, group_of
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
@@ -32,16 +33,18 @@ MOST_SIGMA = 10.0  # rollouts have about 1
 
 
 class Batch(NamedTuple):
-    """Requests in order of arrival: int64 arrays of shape (requests,)."""
+    """Requests in order of arrival, or trajectories of several turns: int64 arrays of shape (requests,)."""
 
     prompts: NDArray[np.int64]  # prompt tokens, at least 1
-    responses: NDArray[np.int64]  # response tokens, at least 1
+    responses: NDArray[np.int64]  # response tokens, at least 1; of all turns
     prompt_ids: NDArray[np.int64]  # the number of the request's prompt, 0 .. prompts-1
+    turns: TurnTable | None = None  # None: one turn each
 
     @property
     def longest(self) -> int:
-        """Prompt + response tokens of the longest request."""
-        return int((self.prompts + self.responses).max())
+        """Prompt + response tokens of the longest request, with what tools add."""
+        added = self.responses if self.turns is None else self.turns.added
+        return int((self.prompts + added).max())
 
     def split(self, replicas: int) -> list[Batch]:
         """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas.
@@ -56,8 +59,9 @@ class Batch(NamedTuple):
 
     def take(self, rows: Any) -> Batch:
         """Some of the requests with their prompts renumbered. rows: an index of numpy's"""
-        chosen = Batch(*(column[rows] for column in self))
-        return chosen._replace(prompt_ids=np.unique(chosen.prompt_ids, return_inverse=True)[1].astype(np.int64))
+        prompt_ids = np.unique(self.prompt_ids[rows], return_inverse=True)[1].astype(np.int64)
+        turns = None if self.turns is None else self.turns.take(rows)
+        return Batch(self.prompts[rows], self.responses[rows], prompt_ids, turns)
 
 
 @dataclass(frozen=True, slots=True)
