@@ -52,7 +52,7 @@ class State:
         self.turn: list[int] = turns.first[:-1].tolist()  # that a trajectory is in
         self.end_turn: list[int] = turns.first[1:].tolist()
         self.prompts = prompts  # of that turn
-        generated = [self.generated[turn] for turn in self.turn]
+        generated: list[int] = [self.generated[turn] for turn in self.turn]
         self.final = [p + g - 1 for p, g in zip(prompts, generated, strict=True)]  # tokens computed at the turn's end
         self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
         self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
