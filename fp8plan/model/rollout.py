@@ -151,7 +151,7 @@ def schedules(
 
 def schedule_with(batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62) -> Schedule:
     """The schedule of a batch on an engine with this KV cache. longest_run: most steps in one row"""
-    return schedule(*batch[:3], kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules)
+    return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules)
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:

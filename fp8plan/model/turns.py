@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fp8plan.errors import ConfigError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -32,7 +34,8 @@ class TurnTable(NamedTuple):
     first:     the first turn of each trajectory, and the number of turns; int64 of shape (trajectories + 1,)
     generated: tokens that each turn generates, at least 1; int64 of shape (turns,), like those below
     tool:      tokens that a tool adds after the turn; 0 after the last turn of a trajectory
-    wait_s:    seconds from the end of the turn to the arrival of the next turn's request, float64; 0 after the last
+    wait_s:    seconds from the end of the turn to the arrival of the next turn's request, float64; 0 after the last;
+               NaN where a log does not have them
     dropped:   first tokens of the turn's answer that the next prompt leaves out, as a chat template that drops
                reasoning does; 0 after the last
     """
@@ -44,11 +47,14 @@ class TurnTable(NamedTuple):
     dropped: IntArray
 
     @classmethod
-    def of(cls, trajectories: Iterable[Sequence[tuple[int, int, float | None]]]) -> TurnTable:
-        """The turns of trajectories, each (generated, tool, wait_s) as in Turn. A wait that is not known becomes NaN.
+    def single(cls, responses: IntArray) -> TurnTable:
+        """One turn for each trajectory. responses: tokens that it generates, int64 of shape (trajectories,)"""
+        nothing = np.zeros_like(responses)
+        return cls(np.arange(len(responses) + 1), responses, nothing, np.zeros(len(responses)), nothing)
 
-        Nothing counts after the last turn of a trajectory.
-        """
+    @classmethod
+    def of(cls, trajectories: Iterable[Sequence[tuple[int, int, float | None]]]) -> TurnTable:
+        """The turns of trajectories, each (generated, tool, wait_s) as in Turn. Nothing counts after a last turn."""
         sizes, generated, tool, wait_s = [0], list[int](), list[int](), list[float]()
         for turns in trajectories:
             sizes.append(len(turns))
@@ -73,16 +79,16 @@ class TurnTable(NamedTuple):
         return self._sums(self.generated)
 
     @property
-    def peaks(self) -> IntArray:
-        """Tokens behind the prompt at the end of each trajectory's longest turn, int64 of shape (trajectories,).
+    def added(self) -> IntArray:
+        """Most tokens behind each trajectory's prompt, at the end of a turn, int64 of shape (trajectories,).
 
-        Drops make an earlier turn longer than the last one.
+        With drops an earlier turn may be longer than the last one.
         """
         kept = self.generated + self.tool - self.dropped
         before = np.cumsum(kept) - kept
         of_trajectory = np.repeat(before[self.first[:-1]], np.diff(self.first))
-        peaks: IntArray = np.maximum.reduceat(before - of_trajectory + self.generated, self.first[:-1])
-        return peaks
+        added: IntArray = np.maximum.reduceat(before - of_trajectory + self.generated, self.first[:-1])
+        return added
 
     def take(self, rows: Any) -> TurnTable:
         """The turns of some trajectories, in their order. rows: an index of numpy's"""
@@ -91,8 +97,56 @@ class TurnTable(NamedTuple):
         turns = np.repeat(starts - first[:-1], counts) + np.arange(first[-1])
         return TurnTable(first, *(column[turns] for column in self[1:]))
 
+    def check(self, responses: IntArray) -> None:
+        """Raise ConfigError unless this is a table of turns that generate so many tokens.
+
+        responses: tokens that all turns of each trajectory generate, int64 of shape (trajectories,)
+        """
+        turns, first, counts = len(self.generated), self.first, np.diff(self.first)
+        for name, column in self._columns():
+            if column.shape != (turns,):
+                raise ConfigError(f"{name} of turns has shape {column.shape}; allowed: that of generated, ({turns},)")
+        if first.shape != (len(responses) + 1,) or first[0] != 0 or first[-1] != turns or (counts < 1).any():
+            raise ConfigError(
+                f"first of turns is {first.tolist()[:20]} for {len(responses)} trajectories and {turns} turns; "
+                "allowed: 0, then the number of turns up to the end of each trajectory, which has at least one"
+            )
+        goes_on = np.ones(turns, dtype=bool)
+        goes_on[first[1:] - 1] = False
+        for name, column in self._columns():
+            if name == "generated":
+                self._check(name, column, column >= 1, "at least 1 token")
+            elif name == "wait_s":
+                self._check(name, column, np.isfinite(column) & (column >= 0), "finite seconds, at least 0")
+            else:
+                self._check(name, column, column >= 0, "at least 0 tokens")
+            if name != "generated":
+                self._check(name, column, goes_on | (column == 0), "0 after the last turn")
+        kept = self.dropped <= self.generated
+        self._check("dropped", self.dropped, kept, "at most the tokens that the turn generates")
+        sums = self._sums(self.generated)
+        if (sums != responses).any():
+            trajectory = int(np.flatnonzero(sums != responses)[0])
+            raise ConfigError(
+                f"the turns of trajectory {trajectory} generate {sums[trajectory]} tokens, but its response has "
+                f"{responses[trajectory]}; make both equal"
+            )
+
     def _sums(self, column: IntArray) -> IntArray:
         """The sum over each trajectory's turns."""
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(column)])
         sums: IntArray = np.diff(before[self.first])
         return sums
+
+    def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The columns of shape (turns,) by name."""
+        yield from zip(self._fields[1:], self[1:], strict=True)
+
+    def _check(self, name: str, column: NDArray[Any], is_allowed: NDArray[np.bool_], allowed: str) -> None:
+        """Raise ConfigError for the first turn whose value is not allowed."""
+        if is_allowed.all():
+            return
+        turn = int(np.flatnonzero(~is_allowed)[0])
+        trajectory = int(np.searchsorted(self.first, turn, side="right")) - 1
+        where = f"turn {turn - int(self.first[trajectory])} of trajectory {trajectory}"
+        raise ConfigError(f"{name} of {where} is {column[turn]}; allowed: {allowed}")

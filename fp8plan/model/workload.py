@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     @property
     def longest(self) -> int:
         """Prompt + response tokens of the longest request, with what tools add."""
-        added = self.responses if self.turns is None else self.turns.peaks
+        added = self.responses if self.turns is None else self.turns.added
         return int((self.prompts + added).max())
 
     def split(self, replicas: int) -> list[Batch]:
@@ -127,7 +127,7 @@ class Workload:
             return int(self.response_lengths.largest)
         turns = self.batch().turns
         assert turns is not None
-        return int(turns.peaks.max())
+        return int(turns.added.max())
 
     def batch(self) -> Batch:
         """The requests, prompt by prompt, with samples of a prompt next to each other. The seed decides the numbers.

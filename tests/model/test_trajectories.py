@@ -79,7 +79,7 @@ def test_the_longest_context_is_that_of_the_requests(work: Workload, replicas: i
             context += int(turns.tool[turn] - turns.dropped[turn])
     assert batch.longest == longest
     assert max(part.longest for part in batch.split(replicas)) == longest
-    assert work.longest_response == turns.peaks.max()
+    assert work.longest_response == turns.added.max()
 
 
 @given(workloads, st.integers(1, 9))
@@ -94,7 +94,7 @@ def test_a_split_keeps_every_turn_in_order(work: Workload, replicas: int) -> Non
 def test_a_share_of_reasoning_is_dropped_from_all_but_the_last_turn() -> None:
     turns = turns_of(Workload(1, 2, 10, turns=Turns(3, 100, 7, 0.5, reasoning_share=0.25)).batch())
     assert turns.dropped.tolist() == [25, 25, 0] * 2
-    assert turns.peaks.tolist() == [75 + 7 + 75 + 7 + 100] * 2
+    assert turns.added.tolist() == [75 + 7 + 75 + 7 + 100] * 2
 
 
 def test_numbers_have_the_distributions_that_are_described() -> None:

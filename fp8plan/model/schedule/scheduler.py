@@ -1,4 +1,4 @@
-"""A simulation of the steps of vLLM V1's scheduler, for a finite batch of requests that all wait at the start.
+"""A simulation of the steps of vLLM V1's scheduler, for a finite batch of requests or of trajectories with turns.
 
 The policy is first come first served (vllm/v1/core/sched/scheduler.py). tests/model/schedule/test_scheduler.py checks
 it against the real class. A step serves the running requests in admission order: one token each, or a chunk of their
@@ -6,8 +6,11 @@ prefill. A request that finds no free block preempts the last running request, p
 preempted, waiting requests are admitted while slots, token budget and blocks last. A preempted request goes to the head
 of the queue. It recomputes the tokens that the prefix cache has lost.
 
-No decision depends on how long a step takes, so the schedule is found first, in steps, and timed afterwards.
-Between two events (a finish, an admission, a full pool) every running request gains one token a step, so a
+If all requests wait at the start, no decision depends on how long a step takes. So the schedule is found first, in
+steps, and timed afterwards. The next request of a trajectory arrives when a tool has answered. So turns need a clock,
+which gives the seconds of each step while the schedule is made (loop.py).
+
+Between two events (a finish, an arrival, an admission, a full pool) every running request gains one token a step, so a
 run of steps is one row. Counts are exact, not approximated.
 
 Not modelled are priorities and LoRA. Nor is the one step more that asynchronous scheduling serves a response which ends
@@ -16,7 +19,7 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
 than half a second. `State` in state.py is the reference, which serves where there is no compiler. It is
-hundreds of times slower.
+hundreds of times slower. Turns have the reference alone.
 """
 
 from __future__ import annotations
@@ -35,10 +38,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8plan.checks import whole
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
+from fp8plan.model.schedule.loop import StepClock
+from fp8plan.model.turns import TurnTable
 
 COLUMNS = (  # of a Schedule, in the order of c/state.h
     "steps",  # alike steps in this row
@@ -57,6 +63,12 @@ COLUMNS = (  # of a Schedule, in the order of c/state.h
     "sampled_requests",  # that decode, or whose prefill ends here
     "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
 )
+TURN_COLUMNS = (  # 0 without turns
+    "away",  # trajectories whose tool works
+    # Tokens of the turns before that requests admitted here compute again, because the cache has lost them. Those of a
+    # block that was not full are left out, because no cache keeps it.
+    "again_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of COLUMNS."""
+    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS.
+
+    With turns, each turn is a request of its own in the columns, and `requests` and `ended` are of trajectories.
+    """
 
     steps: IntArray
     decode_requests: IntArray
@@ -90,7 +105,10 @@ class Schedule:
     used_blocks: IntArray
     preemptions: IntArray
     finished: IntArray
-    prompt_tokens: int  # in all requests
+    away: IntArray
+    again_tokens: IntArray
+    idle_s: FloatArray  # seconds that the engine waited for a request before each row, shape (rows,)
+    prompt_tokens: int  # in all requests; of trajectories, in their first turns
     requests: int
     num_blocks: int  # size of the pool that it was made for
     groups: tuple[Spec, ...]  # the groups that shared the pool
@@ -102,9 +120,12 @@ class Schedule:
     ended: IntArray | None = None  # the row that ended each request, shape (requests,); None with `sampled`
     gained: float = 1.0  # tokens that a decoding request gains in a step
     queries: int = 1  # tokens that it computes in a step
+    timed: bool = False  # the seconds of steps decided what arrived when
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
-        """True if a pool of that size, shared by these groups, is known to give this very schedule."""
+        """True if a pool of that size, shared by these groups, is known to give this very schedule on any engine."""
+        if self.timed:
+            return False
         enough = self.blocks_wanted is not None and num_blocks >= self.blocks_wanted
         return groups == self.groups and (num_blocks == self.num_blocks or enough)
 
@@ -138,30 +159,39 @@ def schedule(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
+    turns: TurnTable | None,
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int = 2**62,
     groups: tuple[Spec, ...] = (),
     rules: CacheRules = OF_0_30,
+    clock: StepClock | None = None,
+    concurrent: int | None = None,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
 
     prompts, responses: tokens per request, shape (requests,), all at least 1, in order of arrival
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
+    turns:              of the requests, which are trajectories then; None: one turn each, and all wait at the start
     num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
     longest_run:        most steps in one row; 1 gives a row per step
     groups:             specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full
                         attention, with limits.block_size
     rules:              of the prefix cache of windows and states
+    clock:              gives the seconds of a step; needed with turns, and not used without
+    concurrent:         most trajectories that run or wait for a tool at once, the next of which begins when one ends;
+                        None: all begin at the start
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
-    groups whose prefix caching is not modelled.
+    groups whose prefix caching is not modelled, and for turns that are malformed, drop tokens or come without a clock.
     """
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
-    least_pool = _check_fits(prompts, responses, num_blocks, limits, groups)
-    work = prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules
-    made = run_compiled(*work) or run_reference(*work)
+    most = _check_turns(turns, responses, clock, concurrent)
+    tokens = prompts + (responses if turns is None else turns.added)
+    least_pool = _check_fits(tokens, num_blocks, limits, groups)
+    work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
+    made = run_compiled(*work) or run_reference(*work, clock, most)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
@@ -174,6 +204,8 @@ def schedule(
         ended=made.ended,
         gained=1.0,
         queries=1,
+        timed=turns is not None,
+        idle_s=made.idle_s,
     )
 
 
@@ -185,7 +217,8 @@ TOO_FEW_BLOCKS = -2
 class Run(NamedTuple):
     """A simulated batch.
 
-    columns:       int64 arrays of shape (rows,), one for each name of COLUMNS
+    columns:       int64 arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS
+    idle_s:        as in Schedule
     windows:       as in Schedule
     ended:         the row that ended each request, shape (requests,)
     least_free:    fewest free blocks, also of those that an admission needed
@@ -193,6 +226,7 @@ class Run(NamedTuple):
     """
 
     columns: dict[str, IntArray]
+    idle_s: FloatArray
     windows: tuple[WindowReads, ...]
     ended: IntArray
     least_free: int
@@ -212,15 +246,16 @@ def run_compiled(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
+    turns: TurnTable | None,
     num_blocks: int,
     limits: EngineLimits,
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
 ) -> Run | None:
-    """Simulate in C. None where it is not compiled, or finds no memory. longest: most steps in one row"""
+    """Simulate in C. None with turns, where it is not compiled, or finds no memory. longest: most steps in one row"""
     library = compiled()
-    if library is None:
+    if library is None or turns is not None:
         return None
     windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
     specs = [
@@ -261,11 +296,11 @@ def run_compiled(
         return None
     table = np.empty((len(COLUMNS) + 3 * len(windows), made), dtype=np.int64)
     library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
-    columns = dict(zip(COLUMNS, table, strict=False))
+    columns = dict(zip(COLUMNS, table, strict=False)) | {name: np.zeros(made, dtype=np.int64) for name in TURN_COLUMNS}
     reads = [table[at : at + 3] for at in range(len(COLUMNS), len(table), 3)]
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
-    return Run(columns, work, ended, least_free, any(facts_of_pool))
+    return Run(columns, np.zeros(made), work, ended, least_free, any(facts_of_pool))
 
 
 @cache
@@ -304,28 +339,35 @@ def run_reference(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
+    turns: TurnTable | None,
     num_blocks: int,
     limits: EngineLimits,
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
+    clock: StepClock | None = None,
+    concurrent: int = 2**62,
 ) -> Run:
-    """Simulate with `State`. longest: most steps in one row"""
+    """Simulate with `State`. longest: most steps in one row. clock, concurrent: as in `schedule`, with turns"""
     from fp8plan.model.schedule.holders import HoldersWaitPool
     from fp8plan.model.schedule.pool import Pool
     from fp8plan.model.schedule.state import State
 
     kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
     pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
-    state = State(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
+    table = TurnTable.single(responses) if turns is None else turns
+    timed_by = None if turns is None else clock
+    state = State(prompts.tolist(), table, pool, groups, limits, rules, timed_by, concurrent)
     state.run(longest)
-    columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in COLUMNS}
+    names = COLUMNS + TURN_COLUMNS
+    columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in names}
     tables = [np.array(rows, dtype=np.int64).reshape(-1, 3).T for rows in state.window_rows]
     windows = tuple(
         WindowReads(window.kind, window.window, *table) for window, table in zip(state.windows, tables, strict=True)
     )
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
-    return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)
+    ended = np.array(state.ended, dtype=np.int64)
+    return Run(columns, np.array(state.idle_s), windows, ended, state.least_free, mattered)
 
 
 def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
@@ -352,16 +394,33 @@ def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
         )
 
 
-def _check_fits(
-    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]
-) -> int:
+def _check_turns(turns: TurnTable | None, responses: IntArray, clock: StepClock | None, concurrent: int | None) -> int:
+    """The most trajectories at once. Raises ConfigError for turns that are malformed, or cannot be simulated so."""
+    if turns is None:
+        if concurrent is not None:
+            raise ConfigError(f"concurrent is {concurrent!r} for a batch without turns; allowed: None")
+        return len(responses)
+    turns.check(responses)
+    if turns.dropped.any():
+        raise ConfigError(
+            "the next prompt leaves out tokens of a turn (dropped), which the scheduler does not simulate; "
+            "allowed: dropped = 0 for every turn"
+        )
+    if clock is None:
+        raise ConfigError("a batch with turns needs the seconds of each step; give clock")
+    return len(responses) if concurrent is None else whole("concurrent", concurrent, otherwise=", or None")
+
+
+def _check_fits(tokens: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]) -> int:
     """The blocks of the smallest pool that vLLM would start with (`max_memory_usage_bytes`).
+
+    tokens: of each request with its response, and of each trajectory with all turns; shape (requests,)
 
     Raises CapacityError if the pool has fewer.
     """
-    if not len(prompts):
+    if not len(tokens):
         return 0
-    longest = int((prompts + responses).max()) - 1  # the last token is never read back
+    longest = int(tokens.max()) - 1  # the last token is never read back
     needed = 0
     for group in groups:
         cap, blocks = admission_cap(group, limits), -(-longest // group.block_size)

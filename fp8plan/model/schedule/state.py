@@ -4,15 +4,23 @@ Blocks may come free while requests decode, when they leave a window. Several re
 prefix caching, a model with states is prefilled in whole blocks (`_mamba_block_aligned_split` in
 vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then even a decoding request may get
 no token in a step.
+
+A trajectory of several turns is one entry for all of them, which waits, runs and finishes once for each turn. Its
+tokens only grow, so its next turn finds the blocks of the turns before, unless they are evicted.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.loop import CLOCKED, Loop, StepClock
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.windows import pairs_read, tokens_read
+from fp8plan.model.turns import TurnTable
 
+NOT_ENDED = -1
 Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
 
 
@@ -27,16 +35,30 @@ class State:
     def __init__(
         self,
         prompts: list[int],
-        responses: list[int],
+        turns: TurnTable,
         pool: Pool,
         groups: tuple[Spec, ...],
         limits: EngineLimits,
         rules: CacheRules,
+        clock: StepClock | None,
+        concurrent: int,
     ) -> None:
+        """clock: None if no request arrives later than at the start. concurrent: most trajectories at once"""
         requests = len(prompts)
         self.pool, self.num_blocks = pool, pool.free
-        self.prompts = prompts
-        self.final = [p + r - 1 for p, r in zip(prompts, responses, strict=True)]  # tokens computed at the end
+        self.generated: list[int] = turns.generated.tolist()  # by turn, like the next two
+        self.tool: list[int] = turns.tool.tolist()
+        self.wait_s: list[float] = turns.wait_s.tolist()
+        self.turn: list[int] = turns.first[:-1].tolist()  # that a trajectory is in
+        self.end_turn: list[int] = turns.first[1:].tolist()
+        self.prompts = prompts  # of that turn
+        generated: list[int] = [self.generated[turn] for turn in self.turn]
+        self.final = [p + g - 1 for p, g in zip(prompts, generated, strict=True)]  # tokens computed at the turn's end
+        self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
+        self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
+        self.clock, self.loop = clock, Loop(int(limits.async_scheduling))
+        self.away = 0  # trajectories whose tool works
+        self.started = min(concurrent, requests)  # trajectories that have begun
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.reserve_full_prompt = limits.scheduler_reserve_full_isl
         self.lag = int(limits.async_scheduling)
@@ -49,8 +71,8 @@ class State:
         self.retain_all = rules.retain_all
         self.windows = list({(group.kind, group.window): group for group in groups if group.window}.values())
         self.now = 0
-        self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
-        self.running: list[int] = []  # in order of admission, which is the order of arrival; includes `leaving`
+        self.queue = deque(range(self.started - 1, -1, -1))  # the waiting requests; the head is the last entry
+        self.running: list[int] = []  # in order of admission; includes `leaving`
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.offset: dict[int, int] = {}  # of the steady requests
         self.steady_from = [0] * requests
@@ -67,21 +89,44 @@ class State:
         self.least_free = pool.free
         self.preemptions = 0  # number since the last row
         self.lost = 0  # tokens that the preempted requests had computed
+        self.again = 0  # tokens of earlier turns that the prefix cache had lost, since the last row
         self.rows: list[dict[str, int]] = []  # by the names of COLUMNS
+        self.idle_s: list[float] = []  # by row
         # By window and row: the columns of a WindowReads.
         self.window_rows: list[list[tuple[int, int, int]]] = [[] for _ in self.windows]
-        self.ended = [0] * requests  # the row that ended each request
+        self.ended = [NOT_ENDED] * requests  # the row that ended each request, or the last turn of a trajectory
 
     def run(self, longest: int) -> None:
         """Advance to the end. longest: most steps in one row"""
-        while self.queue or self.running:
+        while self.queue or self.running or self.loop.awaits:
+            self._arrive()
             if self.offset and len(self.offset) + len(self.leaving) == len(self.running):
                 self._decode(longest)
             else:
                 self._step()
 
+    def _arrive(self) -> None:
+        """Let the requests join the queue that the next step sees."""
+        if not self.queue and not self.running:
+            self.loop.wait()
+        for request in self.loop.take_arrived():
+            if self.ended[request] != NOT_ENDED:
+                self._begin_next_turn(request)
+            self.queue.appendleft(request)
+
+    def _begin_next_turn(self, request: int) -> None:
+        """Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far."""
+        self.away -= 1
+        computed, turn = self.final[request], self.turn[request]
+        prompt = computed + 1 + self.tool[turn]  # the last generated token was not computed
+        self.turn[request] = turn + 1
+        self.earlier[request] = computed // self.block_size * self.block_size
+        self.prompts[request] = self.length[request] = self.target[request] = prompt
+        self.final[request] = prompt + self.generated[turn + 1] - 1
+        self.pool.begin_turn(request, prompt)
+
     def _decode(self, longest: int) -> None:
-        """Run steps until a request finishes or is admitted, while every decoding request is sure to find its blocks.
+        """Run steps until a request finishes, arrives or is admitted, while every decoding one is sure to find blocks.
 
         Without such a step, run one in which anything may happen.
         """
@@ -89,7 +134,7 @@ class State:
         if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
             self._step()
             return
-        wanted = min(longest, self._steps_to_finish())
+        wanted = self._steps_to_arrival(min(longest, self._steps_to_finish()))
         while steps < wanted:
             pool.begin_step(self.now + steps)
             free, left = pool.free, pool.free - pool.takes(self.now + steps)  # if no block comes free in the step
@@ -115,6 +160,16 @@ class State:
         if self.leaving:
             return 1
         return min(self.final[request] - offset for request, offset in self.offset.items()) - self.now
+
+    def _steps_to_arrival(self, most: int) -> int:
+        """Steps up to and including the next one after which an arrival is seen, at most `most`."""
+        clock, requests = self.clock, len(self.offset)
+        if clock is None or not self.loop.awaits:
+            return most
+        tokens = sum(self.now + offset + 1 for offset in self.offset.values())
+        return self.loop.steps_to_arrival(
+            most, lambda step: clock.seconds(requests, tokens + step * requests, 0, 0, 0, 0, requests)
+        )
 
     # One step in which anything may happen
 
@@ -239,6 +294,8 @@ class State:
             pool.admit(request, hit)
             pool.take(request, hit + tokens, self._has_checkpoint(request, hit, hit + tokens))
             cached += hit
+            self.again += max(self.earlier[request] - hit, 0)
+            self.earlier[request] = 0
             budget -= tokens
             self.computed[request] = hit
             self.target[request] = self.length[request]
@@ -364,16 +421,17 @@ class State:
         served = bool(self.offset or chunks or again)
         if served:
             self._record(steps, free, chunks, again, len(started), cached)
+        self._pass_time(steps, served)
         self.now += steps
         for request, computed in started + [(request, after) for request, _, after in again]:
             self._start_decoding(request, computed)
-        finished = sorted(r for r, offset in self.offset.items() if self.final[r] - offset <= self.now)
+        finished = [r for r in self.running if r in self.offset and self.final[r] - self.offset[r] <= self.now]
         for request in finished:
             if self.now > self.steady_from[request]:
                 self.hashed[request] = self.final[request] - self.lag
                 self.last_step[request] = self.now - 1
             self.computed[request] = self._stop_decoding(request)
-            self.ended[request] = len(self.rows) - 1
+            self._end_turn(request)
         if finished:
             self.rows[-1]["finished"] = len(finished)
         gone = finished
@@ -382,6 +440,27 @@ class State:
         for request in gone:
             self.running.remove(request)
             self.pool.release(request, self.final[request])
+
+    def _end_turn(self, request: int) -> None:
+        """Note the end of a request. Its trajectory goes on when a tool has answered, or makes room for another."""
+        self.ended[request] = len(self.rows) - 1
+        if self.turn[request] + 1 < self.end_turn[request]:
+            self.away += 1
+            self.loop.expect(self.wait_s[self.turn[request]], request)
+        elif self.started < len(self.prompts):
+            self.loop.expect(0.0, self.started)
+            self.started += 1
+
+    def _pass_time(self, steps: int, served: bool) -> None:
+        """Let the steps of the last row pass, or one that served nobody."""
+        if self.clock is None:
+            return
+        if not served:
+            self.loop.skip()
+            return
+        requests, tokens, *prefill = [self.rows[-1][name] for name in CLOCKED]
+        for step in range(steps):
+            self.loop.serve(self.clock.seconds(requests, tokens + step * requests, *prefill))
 
     def _record(
         self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], started: int, cached: int
@@ -405,11 +484,14 @@ class State:
             "prefill_pairs": sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
             "sampled_requests": started + len(decoding),
             "cached_tokens": cached,
+            "away": self.away,
+            "again_tokens": self.again,
         }
         self.rows.append(row)
+        self.idle_s.append(self.loop.take_idle())
         for window, rows in zip(self.windows, self.window_rows, strict=True):
             reads = sum(pairs_read(window, before, after) for before, after in decoding)
             read = sum(tokens_read(window, before, after) for _, before, after in chunks)
             pairs = sum(pairs_read(window, before, after) for _, before, after in chunks)
             rows.append((reads, read, pairs))
-        self.preemptions = self.lost = 0
+        self.preemptions = self.lost = self.again = 0

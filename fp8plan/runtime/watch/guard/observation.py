@@ -203,9 +203,11 @@ class Observation:
     @property
     def batch(self) -> Batch:
         ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
-        columns = (self.prompt_lengths, self.response_lengths, np.unique(list(ids), return_inverse=True)[1])
-        prompts, responses, prompt_ids = (np.asarray(column, dtype=np.int64) for column in columns)
-        return Batch(prompts, responses, prompt_ids)
+        return Batch(
+            np.asarray(self.prompt_lengths, dtype=np.int64),
+            np.asarray(self.response_lengths, dtype=np.int64),
+            np.unique(list(ids), return_inverse=True)[1].astype(np.int64),
+        )
 
 
 def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:
