@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fp8plan.model.risk.remedies import Remedies as Remedies
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
+    from fp8plan.model.trajectories import Turns as Turns
     from fp8plan.model.tune.search import tune as tune
     from fp8plan.model.validate.records import read_records as read_records
     from fp8plan.model.validate.records import recorded_workload as recorded_workload

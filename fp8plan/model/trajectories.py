@@ -21,12 +21,14 @@ from fp8plan.model.distributions import (
     parse_distribution,
 )
 from fp8plan.model.turns import TurnTable
-from fp8plan.options import WORKLOAD, Option, group_of
+from fp8plan.options import TURNS as PANEL
+from fp8plan.options import Option, group_of
 
 # Field of Turns -> its quantity.
 QUANTITIES: Final[dict[str, Quantity]] = {
     "turns": TURNS, "turn_tokens": LENGTHS, "tool_tokens": LENGTHS, "tool_s": SECONDS,
 }  # fmt: skip
+NEEDED: Final = "none: needed with --turns"
 WAITS: Final = "fixed:2 or lognormal:mean=2,sigma=1,max=60"
 
 
@@ -44,22 +46,17 @@ class Turns:
     Each of the first four is a number for all, Fixed, LogNormal or Trace.
     """
 
-    turns: Annotated[
-        Distribution, Option(WORKLOAD, "of a trajectory: a number, or as lengths; for agents", "one", kind=str)
-    ]
-    turn_tokens: Annotated[
-        Distribution, Option(WORKLOAD, "generated in a turn, as lengths", "none: needed with --turns", kind=str)
-    ]
-    tool_tokens: Annotated[
-        Distribution, Option(WORKLOAD, "that a tool adds between two turns", "none: needed with --turns", kind=str)
-    ]
+    turns: Annotated[Distribution, Option(PANEL, "number of turns: 8, or as lengths", "one", kind=str)]
+    turn_tokens: Annotated[Distribution, Option(PANEL, "generated in a turn, as lengths", NEEDED, kind=str)]
+    tool_tokens: Annotated[Distribution, Option(PANEL, "that a tool adds between turns", NEEDED, kind=str)]
     tool_s: Annotated[
-        Distribution,
-        Option(WORKLOAD, f"seconds that a tool takes: {WAITS}", "none: needed with --turns", kind=str),
+        Distribution, Option(PANEL, f"seconds that a tool takes: {WAITS}; also of a --workload", NEEDED, kind=str)
     ]
-    concurrent: Annotated[int | None, Option(WORKLOAD, "trajectories that run at once", "all")]
+    concurrent: Annotated[
+        int | None, Option(PANEL, "trajectories that run at once; also of a --workload", "all of them")
+    ]
     reasoning_share: Annotated[
-        float, Option(WORKLOAD, "of each answer, which the chat template drops from the next prompts", "0")
+        float, Option(PANEL, "of each answer, dropped by the chat template; also of a --workload", "0")
     ]
 
     def __init__(

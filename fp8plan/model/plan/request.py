@@ -102,7 +102,7 @@ class PlanRequest:
         Workload,
         Option(
             WORKLOAD,
-            "the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
+            "the last rollout in a file of rollout records (`import`, a Monitor's run file), instead of prompts, samples, lengths",
             metavar="FILE.jsonl",
             kind=Path,
         ),
