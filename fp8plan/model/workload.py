@@ -121,6 +121,11 @@ class Workload:
             )
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.prompt_lengths.largest)
+
+    @property
     def longest_response(self) -> int:
         """Tokens of the longest response, with those of its tools. Turns are drawn for it."""
         if self.response_lengths is not None:
@@ -128,6 +133,16 @@ class Workload:
         turns = self.batch().turns
         assert turns is not None
         return int(turns.added.max())
+
+    def describe(self) -> dict[str, Any]:
+        """The workload as plain data, without its seed."""
+        lengths = {"prompt_lengths": self.prompt_lengths.describe()}
+        if self.response_lengths is not None:
+            lengths["response_lengths"] = self.response_lengths.describe()
+        if self.turns is not None:
+            lengths["turns"] = self.turns.describe()
+        longest = {"max_prompt_tokens": self.longest_prompt, "max_response_tokens": self.longest_response}
+        return {"prompts": self.prompts, "samples": self.samples_per_prompt, **lengths, **longest}
 
     def batch(self) -> Batch:
         """The requests, prompt by prompt, with samples of a prompt next to each other. The seed decides the numbers.

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.importers.counter import NO_TOOLS, Counter
 from fp8plan.importers.logged import Request
-from fp8plan.importers.records import NO_TOOLS, UNUSED_TOOLS, Counter, import_rollouts
+from fp8plan.importers.records import UNUSED_TOOLS, import_rollouts
 
 pytestmark = pytest.mark.trl
 

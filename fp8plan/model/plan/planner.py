@@ -174,17 +174,8 @@ def _bf16_of(record: Record, request: PlanRequest) -> bool:
 
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
-    described: dict[str, Any] = {"prompt_lengths": workload.prompt_lengths.describe()}
-    if workload.response_lengths is not None:
-        described["response_lengths"] = workload.response_lengths.describe()
-    if workload.turns is not None:
-        described["turns"] = workload.turns.describe()
     return {
-        "prompts": workload.prompts,
-        "samples": workload.samples_per_prompt,
-        **described,
-        "max_prompt_tokens": int(workload.prompt_lengths.largest),
-        "max_response_tokens": workload.longest_response,
+        **workload.describe(),
         "mean_response_tokens": float(np.mean(batch.responses)),
         "longest_response_tokens": int(batch.responses.max()),
         "response_tokens": int(batch.responses.sum()),

@@ -102,7 +102,7 @@ class PlanRequest:
         Workload,
         Option(
             WORKLOAD,
-            "the last rollout in a file of rollout records (`import`, a Monitor's run file), instead of prompts, samples, lengths",
+            "the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
             metavar="FILE.jsonl",
             kind=Path,
         ),
@@ -249,7 +249,7 @@ class PlanRequest:
 
         Raises ConfigError for limits that hold no request of the workload, or more tokens than the model's context.
         """
-        longest = int(self.workload.prompt_lengths.largest) + self.workload.longest_response
+        longest = self.workload.longest_prompt + self.workload.longest_response
         limits = (self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)).holding(longest)
         if self.remedies.router_replay:
             limits = replace(limits, enable_return_routed_experts=True)

@@ -169,7 +169,7 @@ def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLim
     limits = default_limits(find_gpu(setting["gpu"]), setting["source"], **imposed)
     if (tokens := setting.get("kv_cache_tokens")) is not None:
         limits = replace(limits, num_gpu_blocks=tokens // limits.block_size - 1)  # as `validate` reads the record
-    return limits.holding(max(int(w.prompt_lengths.largest) + w.longest_response for w in workloads))
+    return limits.holding(max(w.longest_prompt + w.longest_response for w in workloads))
 
 
 def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options: Options) -> dict[str, Any]:
