@@ -30,7 +30,17 @@ PARTS = tuple(
     f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
 )
 MODEL = (
-    ("architecture", "configs", "hardware", "precision", "limits", "workload"),
+    (
+        "architecture",
+        "configs",
+        "hardware",
+        "precision",
+        "limits",
+        "distributions",
+        "turns",
+        "trajectories",
+        "workload",
+    ),
     ("profile",),
     ("cost",),
     ("schedule",),

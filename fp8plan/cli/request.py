@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.planner import Prediction
 
 Asked = TypeVar("Asked", bound=PlanRequest)
-RECORDABLE = ("tool_s", "concurrent", "reasoning_share")  # options of turns that a record may lack
+BESIDE_A_RECORD = ("tool_s", "concurrent", "reasoning_share")  # options of turns that go with --workload
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _workload(
     Raises ConfigError for options that contradict each other, and as the workload's own readers do.
     """
     if recorded is not None:
-        besides = {name: value for name, value in of_turns.items() if name not in RECORDABLE}
+        besides = {name: value for name, value in of_turns.items() if name not in BESIDE_A_RECORD}
         if typed or besides:
             options = {**WORKLOAD_OPTIONS.options, **TURN_OPTIONS.options}
             names = ", ".join(options[name].name or f"--{name.replace('_', '-')}" for name in [*typed, *besides])

@@ -12,6 +12,7 @@ from typed import PLAN, SMALL
 from fp8plan.model.precision import PRESETS
 from fp8plan.version import DEFAULT_VERSION, LAST, RANGE
 
+TURNS = ["--turns", "8", "--turn-tokens", "fixed:300", "--tool-tokens", "fixed:600", "--tool-s", "fixed:2.5"]
 # Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
 BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h800, h200_sxm", "a100_sxm", "auto")),
@@ -41,6 +42,11 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no max": (["--response-lengths", "lognormal:mean=5,sigma=1"], ("mean=5,sigma=1'", "max=TOKENS")),
     "unknown field": (["--response-lengths", "lognormal:mean=5,sigma=1,max=9,min=2"], ("min=2", "max=TOKENS")),
     "absurd length": (["--response-lengths", f"fixed:{10**30}"], (str(10**30), "allowed: ")),
+    "turns alone": (["--turns", "8"], ("need --turn-tokens, --tool-tokens, --tool-s", "type: --turns 8")),
+    "a part of turns": (["--concurrent", "8"], ("turns need --turns, --turn-tokens", "type: --turns 8")),
+    "no tool": ([*TURNS[:4], "--tool-tokens", "fixed:0", *TURNS[6:]], ("tool_tokens: fixed number is 0", "1 to")),
+    "a negative wait": ([*TURNS[:6], "--tool-s", "fixed:-1"], ("tool_s: fixed number is -1", "0 to 86,400")),
+    "turns and lengths": (TURNS, ("both --turns and --response-lengths", "--turn-tokens has the lengths")),
     "unknown lengths": (["--response-lengths", "uniform:1,2"], ("'uniform:1,2'", "fixed:TOKENS", ".jsonl")),
     "no trace": (["--response-lengths", "absent.jsonl"], ("absent.jsonl", "there is no")),
     "longer than max_model_len": (["--max-model-len", "40"], ("48 tokens", "max_model_len is 40", "raise")),
@@ -119,6 +125,12 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "few bytes": (["--learning-rate", "1e-6", "--top-k", "1KB"], ("nbytes is 1000", "for this model: more than")),
     "only an optimiser": (["--optimizer", "muon"], ("optimizer is 'muon'", "--learning-rate")),
 }
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_turns_are_not_simulated_yet(fp8plan: Callable[..., Done], command: str) -> None:
+    done = fp8plan(command, *PLAN[1:4], "--prompts", 2, *TURNS)
+    refused(done, "the workload has turns, and a plan of them is not simulated yet", "--response-lengths")
 
 
 @pytest.mark.parametrize(("words", "parts"), BAD_PLANS.values(), ids=BAD_PLANS)

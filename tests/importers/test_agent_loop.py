@@ -1,4 +1,4 @@
-"""verl's own agent loop with a tool, from its dump to a record and a workload. The server's answers are written here."""
+"""verl's own agent loop with a tool, from its dump to a record and a workload. The answers are written here."""
 
 from __future__ import annotations
 
