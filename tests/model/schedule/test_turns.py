@@ -18,7 +18,8 @@ from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules
 from fp8plan.model.schedule.loop import CLOCKED
-from fp8plan.model.schedule.scheduler import COLUMNS, Schedule, schedule
+from fp8plan.model.schedule.rows import COLUMNS
+from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 from fp8plan.version import has
