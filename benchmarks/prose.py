@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import expert_parallel
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import default_limits
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 MODEL, GPU, SEEDS = "Qwen/Qwen3-8B", "h200_sxm", range(10)
 

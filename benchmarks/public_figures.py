@@ -23,13 +23,14 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from benchmarks.tables.markdown import table
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import EngineSetup, default_limits
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 GIB: Final = 1 << 30
 DATA: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -55,6 +55,7 @@ from tables import (  # noqa: E402
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
 from fp8plan.cli import program  # noqa: E402
+from fp8plan.model.distributions import Fixed, LogNormal  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
 from fp8plan.model.profile.library import profiles_path  # noqa: E402
@@ -64,7 +65,7 @@ from fp8plan.model.tune.request import TuneRequest  # noqa: E402
 from fp8plan.model.tune.search import search  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import Validation, validate  # noqa: E402
-from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
+from fp8plan.model.workload import Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
 COMMANDS = (

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.tables.markdown import table
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
@@ -20,7 +21,7 @@ from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import by_group, validate
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 VERSION = "0.26.0"
 MEASURED = profiles_path() / "h100_sxm" / f"vllm-{VERSION}" / "reports" / "rollouts.jsonl"

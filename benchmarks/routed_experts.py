@@ -19,12 +19,13 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.tables.markdown import table as markdown
+from fp8plan.model.distributions import parse_distribution
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.workload import Batch, Workload, parse_lengths
+from fp8plan.model.workload import Batch, Workload
 
 CELLS: Final = Path(__file__).parent / "results" / "routed_experts" / "cells.json"
 ROLLOUTS: Final = CELLS.with_name("rollouts.jsonl")
@@ -53,7 +54,7 @@ def predictions() -> Iterator[dict[str, Any]]:
             for precision in setting["precisions"]:
                 setup = EngineSetup(setting["model"], setting["gpu"], precision, limits, engine_version=VERSION)
                 for row in setting["workloads"]:
-                    lengths = [parse_lengths(row[f"{kind}_lengths"], kind) for kind in ("prompt", "response")]
+                    lengths = [parse_distribution(row[f"{kind}_lengths"], kind) for kind in ("prompt", "response")]
                     batch = Workload(row["prompts"], row["samples"], *lengths, row["seed"]).batch()
                     timed = run(setup, batch, loop_s)
                     base_s = without.setdefault((precision, row["name"]), timed.makespan_s)

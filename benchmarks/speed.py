@@ -28,12 +28,13 @@ from tables import markdown
 
 import fp8plan
 from fp8plan import jsonl
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.rollout import schedule_with
 from fp8plan.model.schedule.scheduler import compiled
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
 LONG_TAILED = LogNormal(6000, 0.9, 20480)

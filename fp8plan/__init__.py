@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from fp8plan.errors import Fp8PlanError as Fp8PlanError
     from fp8plan.importers.records import import_rollouts as import_rollouts
     from fp8plan.model.architecture import ModelShape as ModelShape
+    from fp8plan.model.distributions import Fixed as Fixed
+    from fp8plan.model.distributions import LogNormal as LogNormal
+    from fp8plan.model.distributions import Trace as Trace
     from fp8plan.model.hardware import Gpu as Gpu
     from fp8plan.model.hardware import find_gpu as find_gpu
     from fp8plan.model.limits import EngineLimits as EngineLimits
@@ -25,14 +28,12 @@ if TYPE_CHECKING:
     from fp8plan.model.risk.remedies import Remedies as Remedies
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
+    from fp8plan.model.trajectories import Turns as Turns
     from fp8plan.model.tune.search import tune as tune
     from fp8plan.model.validate.records import read_records as read_records
     from fp8plan.model.validate.records import recorded_workload as recorded_workload
     from fp8plan.model.weight_changes import TopK as TopK
     from fp8plan.model.workload import Batch as Batch
-    from fp8plan.model.workload import Fixed as Fixed
-    from fp8plan.model.workload import LogNormal as LogNormal
-    from fp8plan.model.workload import Trace as Trace
     from fp8plan.model.workload import Workload as Workload
     from fp8plan.runtime.apply.doctor.doctor import Diagnosis as Diagnosis
     from fp8plan.runtime.apply.doctor.doctor import async_doctor as async_doctor

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, get_type_hints
 
 # Groups of options in the help.
-WORKLOAD, ENGINE, TRAINER = "Workload", "Engine (vLLM's names)", "RL step"
+WORKLOAD, TURNS = "Workload", "Turns of agents"
+ENGINE, TRAINER = "Engine (vLLM's names)", "RL step"
 REMEDIES, DRAFTS, OUTPUT = "Remedies of the mismatch", "Speculative decoding", "Output"
 PREFIX_CACHING: Final = "--prefix-caching/--no-prefix-caching"
 

@@ -33,7 +33,7 @@ VERSIONS: Final = {"plan": "1.8", "profile": "1.1", "record": "1.9", "probe": "1
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
-LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "tool_tokens")
+LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "turns")
 # The fields that a rollout record needs. Any other that is absent or null takes vLLM's default.
 REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
 QUIET_HOST: Final = 1.25  # host_slowdown up to which a core is quiet; a busy hyperthread beside it makes 1.7 to 2
@@ -49,8 +49,11 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     keep_bf16:       first and last layers that kept their linears in BF16, and perhaps "o_proj"; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
-    tool_tokens:     tokens between the turns of each response that no engine generated: of tools and users; null: none
-    unclear_responses: number of responses whose tool tokens are not known, and count as generated; null: none
+    turns:           turns of each response as [generated, tool, wait_s]: tokens that the engine generated, tokens that
+                     a tool or a user added then, and seconds until the next request (null: not known). Nothing counts
+                     after a last turn. null: each response has one turn
+    unclear_responses: number of responses whose turns are not known: they have one, and all tokens count as generated;
+                     null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     prefix_cache_queries, prefix_cache_hits: as in fp8plan.Observation
     compiled_files:  kernels that were compiled meanwhile
@@ -86,7 +89,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_lengths: list[int] | None = None
     response_lengths: list[int] | None = None
     prompt_ids: list[Any] | None = None
-    tool_tokens: list[int] | None = None
+    turns: list[list[tuple[int, int, float | None]]] | None = None
     unclear_responses: int | None = None
     seconds: float | None = None
     compiled_files: int | None = None

@@ -6,9 +6,10 @@ from importlib import metadata
 
 import pytest
 
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.version import IGNORE_INSTALLED, LAST, NEWEST, RANGE, default_version, is_supported
 
 LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"

@@ -30,7 +30,8 @@ PARTS = tuple(
     f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
 )
 MODEL = (
-    ("architecture", "configs", "hardware", "precision", "limits", "workload"),
+    ("distributions", "turns", "trajectories", "workload"),
+    ("architecture", "configs", "hardware", "precision", "limits"),
     ("profile",),
     ("cost",),
     ("schedule",),

@@ -44,7 +44,7 @@ def test_a_plan_and_its_settings() -> None:
     asked = ("plan", "Qwen/Qwen3-8B", "--gpu", "h200", "--gpus", 8, "--prompts", 64, "--json")
     assert json.loads(on_windows(COMMAND, *asked))["choices"]
     work = "Workload(8, 4, Fixed(64), Fixed(256))"
-    code = "from fp8plan import *; from fp8plan.model.workload import Fixed, Workload\n"
+    code = "from fp8plan import *; from fp8plan import Fixed, Workload\n"
     code += f"print(plan('Qwen/Qwen3-8B', 'h200', {work}).vllm_kwargs('fp8_block'))"
     assert "'quantization'" in on_windows(code)
 

@@ -32,7 +32,8 @@ from typing import Any
 from benchmarks.gpu import process
 from benchmarks.gpu.run_file import name_model
 from benchmarks.gpu.trl_server import GENERATIONS, PROMPT, checkpoint, common, followed, note, prompts, share_of_even
-from fp8plan.model.workload import LogNormal, Workload
+from fp8plan.model.distributions import LogNormal
+from fp8plan.model.workload import Workload
 
 PART = "fp8plan"
 GRACE_S = 30.0  # for the engine's end, beyond the deadline

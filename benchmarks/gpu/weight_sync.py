@@ -37,10 +37,11 @@ from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.source import source_hash
 from fp8plan.jsonl import write
 from fp8plan.model.configs import find_config
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import default_limits
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.quantize.targets import quantized
 from fp8plan.runtime.apply.weight_sync.calls import rpc

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from benchmarks.learning.policies.tasks import Task
 from fp8plan.errors import Fp8PlanError
+from fp8plan.model.distributions import Trace
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.workload import Trace, Workload
+from fp8plan.model.workload import Workload
 
 # What the plan says of a choice, under its own names.
 FORESEEN: Final = (

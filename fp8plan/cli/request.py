@@ -14,6 +14,7 @@ from fp8plan.cli.console import STDOUT, print_notes, progress, show
 from fp8plan.cli.program import Words
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.distributions import DEFAULT_PROMPTS, PROMPT, SECONDS, parse_both_lengths, parse_distribution
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.request import PlanRequest
@@ -22,8 +23,9 @@ from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.shards import check_target, strictest
+from fp8plan.model.trajectories import TURN_OPTIONS, Turns, parse_turns
 from fp8plan.model.validate.records import Record, host_of, read_run, recorded_workload
-from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload, parse_both_lengths
+from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload
 from fp8plan.options import OUTPUT, Option
 from fp8plan.version import check_starts, planned_version
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.planner import Prediction
 
 Asked = TypeVar("Asked", bound=PlanRequest)
+BESIDE_A_RECORD = ("tool_s", "concurrent", "reasoning_share")  # options of turns that go with --workload
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
         "workers": _cores(),
         "progress": progress(doing),
     }
-    made["workload"], notes = _workload(own.get("workload"), words[Workload])
+    made["workload"], notes = _workload(own.get("workload"), words[Workload], words[Turns])
     records: Sequence[Record] = ()
     if "observed" in own:
         measured = read_run(own["observed"])
@@ -172,22 +175,35 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
     return kind(**own | made), outputs, notes
 
 
-def _workload(recorded: Path | None, typed: Mapping[str, Any]) -> tuple[Workload, list[str]]:
-    """The workload that is typed, and notes. typed: the options that were set
+def _workload(
+    recorded: Path | None, typed: Mapping[str, Any], of_turns: Mapping[str, Any]
+) -> tuple[Workload, list[str]]:
+    """The workload that is typed, and notes. typed, of_turns: the options of Workload and of Turns that were set
 
-    Raises ConfigError for a recorded rollout beside any other option, and as the workload's own readers do.
+    Raises ConfigError for options that contradict each other, and as the workload's own readers do.
     """
     if recorded is not None:
-        if typed:
-            options = WORKLOAD_OPTIONS.options
-            names = ", ".join(options[name].name or f"--{name.replace('_', '-')}" for name in typed)
+        besides = {name: value for name, value in of_turns.items() if name not in BESIDE_A_RECORD}
+        if typed or besides:
+            options = {**WORKLOAD_OPTIONS.options, **TURN_OPTIONS.options}
+            names = ", ".join(options[name].name or f"--{name.replace('_', '-')}" for name in [*typed, *besides])
             raise ConfigError(f"both --workload and {names} are given; --workload {recorded} says all of them")
-        return recorded_workload(recorded)
+        words = dict(of_turns)
+        if "tool_s" in words:
+            words["tool_s"] = parse_distribution(words["tool_s"], "tool_s", SECONDS)
+        return recorded_workload(recorded, **words)
+    counts = typed.get("prompts", PROMPTS), typed.get("samples_per_prompt", SAMPLES)
+    seed = typed.get("seed", SEED)
+    if of_turns:
+        turns = parse_turns(of_turns)
+        if "response_lengths" in typed:
+            raise ConfigError("both --turns and --response-lengths are given; --turn-tokens has the lengths of turns")
+        prompts = parse_distribution(typed.get("prompt_lengths", DEFAULT_PROMPTS), PROMPT)
+        return Workload(*counts, prompts, seed=seed, turns=turns), []
     prompts, responses, notes = parse_both_lengths(
         typed.get("prompt_lengths"), typed.get("response_lengths", RESPONSES)
     )
-    counts = typed.get("prompts", PROMPTS), typed.get("samples_per_prompt", SAMPLES)
-    return Workload(*counts, prompts, responses, typed.get("seed", SEED)), notes
+    return Workload(*counts, prompts, responses, seed), notes
 
 
 def _cores() -> int:

@@ -89,13 +89,14 @@ RUN = "What ran (for validate)"
 
 @app.command("import")
 def import_command(
-    trainer: Annotated[str, typer.Argument(metavar="TRAINER", help="verl, trl or skyrl")],
+    trainer: Annotated[str, typer.Argument(metavar="TRAINER", help="verl, trl, skyrl, or jsonl: lines of any program")],
     folder: Annotated[
         Path,
         typer.Argument(
             metavar="FOLDER",
             help="verl: trainer.rollout_data_dir; trl: output_dir (log_completions=True); skyrl: trainer.export_path "
-            "(trainer.dump_data_batch=true)",
+            "(trainer.dump_data_batch=true); jsonl: files STEP.jsonl of lines "
+            '{"prompt": TOKENS, "turns": [[GENERATED, TOOL, WAIT_S], ...]}',
         ),
     ],
     tokenizer: Annotated[

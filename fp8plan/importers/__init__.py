@@ -1,1 +1,1 @@
-"""Rollouts that verl, TRL and SkyRL logged, as rollout records: `fp8plan import`."""
+"""Rollouts that verl, TRL, SkyRL or any other program logged, as rollout records: `fp8plan import`."""

@@ -10,34 +10,45 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.turns import Turn
 
 Note = Callable[[str], object]  # called with a remark on the log
 Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conversation
 
 
+class Masked(NamedTuple):
+    """A response by its mask.
+
+    before: tokens before the first generated one, which belong to the prompt
+    turns:  its turns, whose waits are not known
+    """
+
+    before: int
+    turns: tuple[Turn, ...]
+
+
 class Request(NamedTuple):
     """One response and its prompt, as text.
 
-    tokens: (generated, other) tokens of the response, if the log has a mask of them
+    masked: its turns, if the log has a mask of them
     """
 
     prompt: Text
     response: Text
-    tokens: tuple[int, int] | None = None
+    masked: Masked | None = None
 
 
 class Measured(NamedTuple):
     """One response and its prompt in tokens.
 
-    prompt: its name, equal for equal prompts
-    response_tokens, tool_tokens: those that the model generated, and those of tools and users between its turns
-    unclear: the log does not tell the two apart, and all count as generated
+    prompt:  its name, equal for equal prompts
+    turns:   of the response
+    unclear: the log does not tell generated tokens from those of tools, and all are in one turn
     """
 
     prompt: bytes
     prompt_tokens: int
-    response_tokens: int
-    tool_tokens: int = 0
+    turns: tuple[Turn, ...]
     unclear: bool = False
 
 
@@ -63,21 +74,40 @@ class Counted:
     """One rollout in tokens, one entry per request, prompt by prompt.
 
     prompt_ids: 0, 0, .., 1, 1, ..: equal for equal prompts
-    response_lengths, tool_tokens: of each response, as in Measured
-    unclear:    the number of responses whose tool tokens are not known
+    turns:      of each response
+    unclear:    the number of responses whose turns are not known
     """
 
     step: int
     prompt_lengths: list[int]
-    response_lengths: list[int]
     prompt_ids: list[int]
-    tool_tokens: list[int]
+    turns: list[tuple[Turn, ...]]
     unclear: int = 0
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Tokens that the model generated in each response."""
+        return [sum(turn.generated for turn in turns) for turns in self.turns]
+
+    @property
+    def several(self) -> int:
+        """The number of responses with several turns."""
+        return sum(1 for turns in self.turns if len(turns) > 1)
+
+    @property
+    def tool_tokens(self) -> int:
+        """Tokens that tools and users added in all responses."""
+        return sum(turn.tool for turns in self.turns for turn in turns)
+
+    @property
+    def unknown_waits(self) -> bool:
+        """True if the log lacks the seconds of a tool."""
+        return any(turn.wait_s is None for turns in self.turns for turn in turns)
 
     def mean_response(self, with_tools: bool = False) -> float:
         """The mean number of tokens of a response, with those of tools or without."""
-        tokens = sum(self.response_lengths) + (sum(self.tool_tokens) if with_tools else 0)
-        return tokens / len(self.response_lengths)
+        tokens = sum(self.response_lengths) + (self.tool_tokens if with_tools else 0)
+        return tokens / len(self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +159,19 @@ def name_of(prompt: bytes) -> bytes:
     return blake2b(prompt, digest_size=16).digest()
 
 
+def without_waits(turns: Iterable[tuple[int, int]]) -> tuple[Turn, ...]:
+    """Turns of (generated, tool) tokens whose waits are not known. An empty answer counts as one token, its end.
+
+    After the last turn there is neither a tool nor a wait.
+    """
+    *others, last = (Turn(max(1, generated), tool, None) for generated, tool in turns)
+    return (*others, Turn(last.generated, 0, 0.0))
+
+
 def counted(step: int, requests: Iterable[Measured]) -> Counted:
-    """Sort requests by prompt, in order of first appearance. An empty text counts as one token, its end."""
+    """Sort requests by prompt, in order of first appearance."""
     ids: dict[bytes, int] = {}
-    rows = [
-        (
-            ids.setdefault(x.prompt, len(ids)),
-            max(1, x.prompt_tokens),
-            max(1, x.response_tokens),
-            x.tool_tokens,
-            x.unclear,
-        )
-        for x in requests
-    ]
+    rows = [(ids.setdefault(x.prompt, len(ids)), max(1, x.prompt_tokens), x.turns, x.unclear) for x in requests]
     rows.sort(key=lambda row: row[0])
-    number, prompts, responses, tools = ([int(row[part]) for row in rows] for part in range(4))
-    return Counted(step, prompts, responses, number, tools, sum(row[4] for row in rows))
+    numbers, prompts, turns = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    return Counted(step, prompts, numbers, turns, sum(row[3] for row in rows))

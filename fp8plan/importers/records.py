@@ -1,176 +1,40 @@
 """Rollout records from a trainer's log: lengths from its dumps, seconds from its figures, the engine from its user.
 
-The run's own tokenizer counts the tokens of logged text. A count is near, not exact: plain text has no special tokens,
-and tokenising it again may give other tokens than were sampled. A note compares the mean with the trainer's own figure.
+The run's own tokenizer counts the tokens of logged text. A note compares the mean with the trainer's own figure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.importers import skyrl, trl, verl
+from fp8plan.importers import jsonl, skyrl, trl, verl
+from fp8plan.importers.counter import Counter, load_tokenizer, load_tools
 from fp8plan.importers.figures import Figures, figures
-from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
-from fp8plan.importers.turns import Turns, split
+from fp8plan.importers.logged import (
+    Counted,
+    Logged,
+    Request,
+    Source,
+    counted,
+)
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
+from fp8plan.model.trajectories import WAITS
 from fp8plan.model.validate.records import caller_of
-from fp8plan.schemas import REQUIRED, VERSIONS, parse
+from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
-SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
+SOURCES: Final = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE, "jsonl": jsonl.SOURCE}
 NEAR: Final = 0.02  # largest relative gap from the trainer's mean tokens that needs no note
 Progress = Callable[[int, int], object]  # called with the bytes read, and with their total
-BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 times as many bytes
-NO_TOOLS: Final = (
-    "responses call tools, whose definitions are in every prompt and not in the log: prompts are counted without them; "
-    "give --tools FILE"
-)
-QUESTION: Final = [{"role": "user", "content": "-"}]
 UNUSED_TOOLS: Final = "--tools was not used: the log holds no conversations, and prompts have their tools in them"
-
-
-def load_tokenizer(name: str) -> Any:
-    """Load a transformers tokenizer. Raises ConfigError if there is none of that name, or no transformers.
-
-    name: a hub id, or a folder with the tokenizer's files
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError("counting the tokens of text needs transformers; type: pip install transformers") from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # from the hub, the file system, or the tokenizer's own format
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"there is no tokenizer {name!r}: {problem}; give the hub id or the folder of the run's model"
-        ) from None
-
-
-def load_tools(path: Path) -> list[dict[str, Any]]:
-    """Read definitions of tools, as a chat template takes them. Raises ConfigError for a file that has none."""
-    try:
-        tools = parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a JSON file with a list of tools") from None
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(
-            f"{path} holds no list of tools; allowed: a JSON list of their definitions, as "
-            "transformers.utils.get_json_schema(function) gives each"
-        )
-    return tools
-
-
-@dataclass(slots=True)
-class Counter:
-    """The tokenizer of a run, which counts the tokens of its requests.
-
-    special_tokens: as Source has it
-    tools:          definitions that every conversation's prompt has
-    note:           called with remarks
-    rendered:       a conversation was counted
-    """
-
-    tokenizer: Any
-    special_tokens: bool
-    tools: Sequence[dict[str, Any]] | None
-    note: Note
-    rendered: bool = False
-
-    def measured(self, requests: Iterable[Request]) -> Iterator[Measured]:
-        """Count the tokens of requests, in batches.
-
-        Raises ConfigError for a conversation that the tokenizer has no chat template for.
-        """
-        for batch in _batches(requests):
-            # The samples of a prompt follow each other, so it is tokenised once.
-            names = [name_of(str(request.prompt).encode(errors="surrogatepass")) for request in batch]
-            prompts = {name: request.prompt for name, request in zip(names, batch, strict=True)}
-            lengths = dict(zip(prompts, self._prompt_tokens([*prompts.values()]), strict=True))
-            turns = [self._turns(request) for request in batch]
-            counts = iter(self._tokens([text for each in turns for text in (*each.generated, *each.between)]))
-            for name, each, request in zip(names, turns, batch, strict=True):
-                generated, tools = (sum(next(counts) for _ in texts) for texts in each[:2])
-                generated, tools = request.tokens or (generated, tools)
-                yield Measured(name, lengths[name], generated, tools, each.unclear)
-
-    def _prompt_tokens(self, prompts: Sequence[Text]) -> list[int]:
-        if all(isinstance(prompt, str) for prompt in prompts):
-            return self._tokens(prompts, self.special_tokens)
-        conversations = ([{"role": "user", "content": x}] if isinstance(x, str) else x for x in prompts)
-        return self._tokens([self._rendered(messages) for messages in conversations])
-
-    def _turns(self, request: Request) -> Turns:
-        """The texts of one response, one for each of its turns. A mask in the log goes before them."""
-        if request.tokens is not None:
-            return Turns([], [])
-        if isinstance(request.response, str):
-            return split(request.response)
-        turns = [message for message in request.response if message.get("role") == "assistant"]
-        if not self.tools and any("tool_calls" in message for message in turns):
-            self.note(NO_TOOLS)
-        others = [_bare(message) for message in request.response if message.get("role") != "assistant"]
-        return Turns([self._turn(message) for message in turns], others)
-
-    def _turn(self, message: dict[str, Any]) -> str:
-        """The chat template's text for a message of the assistant, without the prompt before it.
-
-        The message follows a short question, as templates drop the reasoning of earlier turns. DeepSeek-R1's drops it
-        from the last turn too. Then the bare text is longer, and counts.
-        """
-        try:
-            begun, whole = self._rendered(QUESTION), self._rendered([*QUESTION, message], False)
-        except ConfigError as error:
-            self.note(f"a response is counted by its bare text: {error}")
-            return _bare(message)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun, whole, strict=False)))
-        return max(whole[shared:].rstrip(), _bare(message), key=len)
-
-    def _rendered(self, messages: list[dict[str, Any]], prompt: bool = True) -> str:
-        """A conversation as its template writes it. prompt: end where a turn of the assistant begins"""
-        self.rendered = True
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, add_generation_prompt=prompt, tokenize=False
-            )
-        except Exception as error:  # ValueError without a template, and whatever a template raises
-            raise ConfigError(
-                f"the tokenizer cannot render the log's conversations: {str(error).splitlines()[0]}; give the one that "
-                "the run used"
-            ) from None
-        return text
-
-    def _tokens(self, texts: Sequence[Any], special_tokens: bool = False) -> list[int]:
-        if not texts:
-            return []
-        return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]]
-
-
-def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    batch, size = list[Request](), 0
-    for request in requests:
-        batch.append(request)
-        size += sum(len(text) if isinstance(text, str) else len(str(text)) for text in request[:2])
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _bare(value: Any) -> str:
-    """The text of a message: its content, reasoning and calls of tools, without any markers."""
-    if isinstance(value, dict):
-        return "".join(_bare(part) for key, part in value.items() if key not in ("role", "type"))
-    return "".join(map(_bare, value)) if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +58,7 @@ def import_rollouts(
 ) -> Imported:
     """Turn the rollouts that a trainer logged into rollout records.
 
-    trainer:   verl, trl or skyrl
+    trainer:   verl, trl, skyrl or jsonl
     folder:    the folder of the trainer's log of rollouts
     tokenizer: hub id or folder of the run's tokenizer, for logs that hold text
     log:       the trainer's figures (see fp8plan.importers.figures), for the seconds
@@ -235,7 +99,7 @@ class RolloutStream:
         self._trainer, self._source, self._log, self._progress = trainer, SOURCES[trainer], log, progress
         facts = _checked(engine)
         if not Path(folder).is_dir():
-            raise ConfigError(f"there is no folder {folder}; give the one that {trainer} wrote its rollouts to")
+            raise ConfigError(f"there is no folder {folder}; give the one of the rollouts' files")
         self.notes = list[str]()
         self._known = figures(Path(log), self._note) if log is not None else {}
         every = self._source.rollouts(Path(folder))
@@ -337,8 +201,8 @@ class RolloutStream:
         if rollout.step == self._first:
             record["first_rollout"] = True
         record |= {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
-        if any(rollout.tool_tokens):
-            record["tool_tokens"] = rollout.tool_tokens
+        if rollout.several:
+            record["turns"] = [[list(turn) for turn in turns] for turns in rollout.turns]
         if rollout.unclear:
             record["unclear_responses"] = rollout.unclear
         seconds = self._known.get(rollout.step, {}).get(self._source.seconds or "")
@@ -370,19 +234,21 @@ class _Totals:
     known: Figures
     source: Source
     responses: int = 0
-    multi_turn: int = 0
+    several: int = 0
     unclear: int = 0
     generated: int = 0
-    others: int = 0
+    tools: int = 0
+    unknown_waits: bool = False
     gap: float = NEAR
     gap_note: str | None = None
 
     def add(self, rollout: Counted) -> None:
-        self.responses += len(rollout.tool_tokens)
-        self.multi_turn += sum(1 for tokens in rollout.tool_tokens if tokens)
+        self.responses += len(rollout.turns)
+        self.several += rollout.several
         self.unclear += rollout.unclear
         self.generated += sum(rollout.response_lengths)
-        self.others += sum(rollout.tool_tokens)
+        self.tools += rollout.tool_tokens
+        self.unknown_waits |= rollout.unknown_waits
         logged = self.known.get(rollout.step, {}).get(self.source.mean_response or "")
         if not logged or not is_number(logged):
             return
@@ -397,14 +263,16 @@ class _Totals:
             )
 
     def of_tools(self) -> Iterator[str]:
-        """Remarks on tool output."""
-        if self.multi_turn:
-            share = self.others / (self.generated + self.others)
+        """Remarks on turns and tools."""
+        if self.several:
+            share = self.tools / (self.generated + self.tools)
             yield (
-                f"{self.multi_turn:,} of {self.responses:,} responses have several turns. {share:.1%} of the tokens of "
-                "all responses are tool output or a user's, which no engine generated: they are in tool_tokens, not in "
-                "response_lengths. They were in the KV cache, and the seconds hold the tools' own"
+                f"{self.several:,} of {self.responses:,} responses have several turns. {share:.1%} of the tokens of "
+                "all responses are tool output or a user's, which no engine generated: they are in turns, not in "
+                "response_lengths. The seconds hold the tools' own"
             )
+        if self.unknown_waits:
+            yield f"the log does not say how long the tools took: type plan --workload FILE --tool-s {WAITS}"
         if self.unclear:
             yield (
                 f"{self.unclear:,} of {self.responses:,} responses ({self.unclear / self.responses:.1%}) may hold tool "

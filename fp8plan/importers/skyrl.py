@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Measured, Note, Source, name_of
+from fp8plan.importers.logged import Masked, Measured, Note, Source, name_of, without_waits
+from fp8plan.importers.turns import runs
 
 WRITER = "skyrl.backends.skyrl_train.training_batch"
 
@@ -34,28 +35,30 @@ def requests(file: Path, note: Note) -> Iterator[Measured]:
         batch, padding = state["batch_dict"], int((state["metadata"] or {}).get("pad_size", 0))
         tokens, mask, responses = (_array(batch[name]) for name in ("sequences", "attention_mask", "response_mask"))
         counts = [int(row.sum()) for row in responses[: len(tokens) - padding]]
-        losses = _generated(batch.get("loss_mask"), responses)
+        losses = _masked(batch.get("loss_mask"), responses)
     except Exception as error:  # a damaged pickle raises anything
         raise ConfigError(f"cannot read {file} as a SkyRL training batch: {type(error).__name__}: {error}") from None
-    several = losses is not None and any(0 < losses[row] < response for row, response in enumerate(counts))
+    known = losses or [None] * len(counts)
+    one_turn = [Masked(0, without_waits([(response, 0)])) for response in counts]
+    several = any(by_mask is not None and by_mask != one for by_mask, one in zip(known, one_turn, strict=False))
     for row, response in enumerate(counts):
         real = tokens[row][mask[row] == 1]
         prompt = real[: len(real) - response]
-        generated = response if losses is None else losses[row]
-        unclear = losses is None or (several and generated == 0 < response)
-        tools = response - generated if generated else 0
-        yield Measured(name_of(prompt.tobytes()), len(prompt), response - tools, tools, unclear)
+        by_mask = known[row]
+        before, turns = one_turn[row] if by_mask is None else by_mask
+        unclear = losses is None or (several and by_mask is None and response > 0)
+        yield Measured(name_of(prompt.tobytes()), len(prompt) + before, turns, unclear)
 
 
-def _generated(mask: Any, responses: NDArray[Any]) -> list[int] | None:
-    """The generated tokens of each response by the loss mask; None: there is no such mask that can be read.
+def _masked(mask: Any, responses: NDArray[Any]) -> list[Masked | None] | None:
+    """Each response by the loss mask; None: there is no such mask that can be read.
 
-    A response has 0 where a filter, as of overlong ones, took it out of the loss.
+    A response is None where a filter, as of overlong ones, took it out of the loss.
     """
     if not isinstance(mask, dict) or mask.get("format", "numpy") != "numpy":
         return None
     losses = _array(mask)
-    return [int(((loss != 0) & (real != 0)).sum()) for loss, real in zip(losses, responses, strict=True)]
+    return [runs(loss[real != 0] != 0) for loss, real in zip(losses, responses, strict=True)]
 
 
 class _State(dict[str, Any]):

@@ -11,6 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8plan.importers.logged import Masked, without_waits
+
 OTHERS: Final = "(?:user|tool|ipython|system|function|observation|environment)"
 # A turn that no engine generated, from its first marker to the one that hands over to the assistant.
 TURNS: Final = (
@@ -35,10 +40,11 @@ MARKER: Final = re.compile(
 HINTS: Final = ("<|", "assistant\n", "tool_response>", "information>", "<start_of_turn>", "<｜tool", "[TOOL_RESULTS]")
 
 
-class Turns(NamedTuple):
+class Texts(NamedTuple):
     """The texts of one response.
 
-    generated, between: those of the model, and those of tools and users
+    generated: one for each turn of the model
+    between:   one after each of them but the last, of tools and users
     unclear: a marker stands in the generated text, which may hold tool output, too
     """
 
@@ -47,26 +53,40 @@ class Turns(NamedTuple):
     unclear: bool = False
 
 
-def split(text: str) -> Turns:
-    """Split the plain text of a response at its whole turns of others. A single turn comes back as it is."""
+def split(text: str) -> Texts:
+    """Split the plain text of a response at its whole turns of others. A single turn comes back as it is.
+
+    A response that ends with a turn of others has no turn of the model after it: it was cut there.
+    """
     if not any(hint in text for hint in HINTS):
-        return Turns([text], [])
+        return Texts([text], [])
     generated, between, end = list[str](), list[str](), 0
     for turn in TURN.finditer(text):
         generated.append(text[end : turn.start()])
         between.append(turn[0])
         end = turn.end()
-    generated.append(text[end:])
-    return Turns(generated, between, any(MARKER.search(part) for part in generated))
+    if text[end:] or not between:
+        generated.append(text[end:])
+    unclear = any(MARKER.search(part) for part in generated)
+    return Texts(generated, between[: len(generated) - 1], unclear)
 
 
-def masked(mask: Any) -> tuple[int, int] | None:
-    """Count the (generated, other) tokens of a response by its mask: 1 for generated. None: it is not such a mask.
+def masked(mask: Any) -> Masked | None:
+    """The turns of a response by its mask, 1 for each generated token. None: it is not such a mask, or has no 1.
 
-    Zeros at the end pad the batch, and count as neither.
+    Zeros at the end pad the batch, or are of a tool that no turn follows. Both are left out.
     """
     if not isinstance(mask, Sequence) or isinstance(mask, str) or not all(x in (0, 1) for x in mask):
         return None
-    generated = sum(map(int, mask))
-    last = next((at for at in range(len(mask), 0, -1) if mask[at - 1]), 0)
-    return (generated, last - generated) if generated else None
+    return runs(np.array(mask, dtype=bool))
+
+
+def runs(generated: NDArray[np.bool_]) -> Masked | None:
+    """The turns of a response as in `masked`. generated: shape (tokens,)"""
+    edges = np.flatnonzero(np.diff(generated, prepend=False, append=False))
+    if not len(edges):
+        return None
+    starts, ends = edges[::2], edges[1::2]
+    tools = np.append(starts[1:], ends[-1]) - ends
+    turns = zip((ends - starts).tolist(), tools.tolist(), strict=True)
+    return Masked(int(starts[0]), without_waits(turns))

@@ -14,12 +14,13 @@ import msgspec
 from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Distribution, Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.risk.expected import THRESHOLD
-from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
@@ -151,7 +152,7 @@ def plan_for(
     responses: int,
     samples: int,
     longest_response: int,
-    prompt_lengths: Lengths | None = None,
+    prompt_lengths: Distribution | None = None,
     longest_prompt: int | None = None,
     host_loop_s: float | None = None,
     timed: str = "here",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu import trl_colocated
-from fp8plan.model.workload import Trace
+from fp8plan.model.distributions import Trace
 
 pytestmark = pytest.mark.trl  # the rows hold its version
 

@@ -222,7 +222,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "minutes": ([*PLAN, "--train-s", "2min"], ("given: '2min'); type 120",)),
     "lengths without a kind": (
         [*PLAN, "--response-lengths", "8192"],
-        ("type fixed:8192 if all are so long, or lognormal:mean=TOKENS,sigma=S,max=8192 if at most",),
+        ("type fixed:8192 for all, or lognormal:mean=TOKENS,sigma=S,max=8192 for at most",),
     ),
     "lengths in thousands": ([*PLAN, "--response-lengths", "8k"], ("type fixed:8000 or fixed:8192",)),
     "an option of vLLM": ([*PLAN, "--tp", "2"], ("No such option: --tp; type --tensor-parallel-size",)),
@@ -536,7 +536,10 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: fp8plan.Workload(1.5, 16, fp8plan.Fixed(5), fp8plan.Fixed(5)),
         ("prompts is 1.5", "allowed: a whole number of"),
     ),  # type: ignore[arg-type]
-    "negative length": (lambda: fp8plan.Workload(32, 16, 5, -5), ("fixed length is -5", "allowed: a whole number of")),  # type: ignore[arg-type]
+    "negative length": (
+        lambda: fp8plan.Workload(32, 16, 5, -5),
+        ("response_lengths is -5", "allowed: a whole number of"),
+    ),  # type: ignore[arg-type]
     "length as text": (
         lambda: fp8plan.Workload(32, 16, 5, "many"),
         ("response_lengths is 'many'", "allowed: a whole number of"),

@@ -28,6 +28,7 @@ from fp8plan.model.risk.remedies import Remedies
 ABSENT = object()
 REQUEST, OUTPUTS = "predict.request", "deliver.self"
 TIMES = ["--train-s", "5", "--logprob-s", "2"]
+TURNS = "--turns 7 --turn-tokens fixed:300 --tool-tokens fixed:600 --tool-s fixed:2.5"
 RATE = ["--learning-rate", "1e-6"]
 
 
@@ -54,12 +55,18 @@ def asked(typed: str, name: str, value: Any) -> Row:
 PLANNING: dict[str, Row] = {
     "model": asked("Qwen/Qwen3-8B --gpu h200", "shape.name", "Qwen/Qwen3-8B"),
     "--gpu": asked("--gpu h100", "card.name", "h100_sxm"),
-    "--workload": asked("--workload records.jsonl", "workload.response_lengths.lengths", (32, 40, 50)),
+    "--workload": asked("--workload records.jsonl", "workload.response_lengths.values", (32, 40, 50)),
     "--prompts": asked("--prompts 3", "workload.prompts", 3),
     "--samples": asked("--samples 5", "workload.samples_per_prompt", 5),
-    "--prompt-lengths": asked("--prompt-lengths fixed:77", "workload.prompt_lengths.tokens", 77),
-    "--response-lengths": asked("--response-lengths fixed:99", "workload.response_lengths.tokens", 99),
+    "--prompt-lengths": asked("--prompt-lengths fixed:77", "workload.prompt_lengths.value", 77),
+    "--response-lengths": asked("--response-lengths fixed:99", "workload.response_lengths.value", 99),
     "--seed": asked("--seed 11", "workload.seed", 11),
+    "--turns": asked(TURNS, "workload.turns.turns.value", 7),
+    "--turn-tokens": asked(TURNS, "workload.turns.turn_tokens.value", 300),
+    "--tool-tokens": asked(TURNS, "workload.turns.tool_tokens.value", 600),
+    "--tool-s": asked(TURNS, "workload.turns.tool_s.value", 2.5),
+    "--concurrent": asked(f"{TURNS} --concurrent 9", "workload.turns.concurrent", 9),
+    "--reasoning-share": asked(f"{TURNS} --reasoning-share 0.5", "workload.turns.reasoning_share", 0.5),
     "--observed": asked("--observed records.jsonl", "observed.0.seconds", 1.0),
     "--gpus": asked("--gpus 6", "gpus", 6),
     "--gpus-per-node": asked("--gpus-per-node 3", "gpus_per_node", 3),

@@ -48,17 +48,18 @@ def test_without_seconds_validate_names_them(tokenizer: str, fp8plan: Callable[.
     refused(fp8plan("validate", "run.jsonl"), "line 1", "lacks seconds")
 
 
-def test_a_plan_of_multi_turn_rollouts_says_so_first(fp8plan: Callable[..., Done]) -> None:
-    row = {"prompt_ids": [0, 0], "prompt_lengths": [9, 9], "response_lengths": [30, 70], "tool_tokens": [0, 300]}
+def test_a_plan_of_turns_is_refused_in_one_line(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+    row = {"prompt": 9, "prompt_id": "a", "turns": [[30, 300, None], [40, 0, 0]]}
+    (tmp_path / "7.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    done = fp8plan("import", "jsonl", tmp_path, "-o", "run.jsonl")
+    assert "the log does not say how long the tools took: type plan --workload FILE --tool-s" in done.err
     words = ("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl")
-    Path("run.jsonl").write_text(json.dumps(row))
+    refused(fp8plan(*words), "line 1 of run.jsonl: the log does not say how long", "give --tool-s fixed:2 or lognormal")
+    refused(fp8plan(*words, "--turns", 3), "both --workload and --turns are given")
+    told = ("the workload has turns, and a plan of them is not simulated yet", "--response-lengths")
+    refused(fp8plan(*words, "--tool-s", "fixed:1", "--concurrent", 1), *told)
+    refused(fp8plan("tune", *words[1:], "--tool-s", "fixed:1"), *told)
+    Path("run.jsonl").write_text(json.dumps(json.loads(Path("run.jsonl").read_text()) | {"turns": None}))
     plan = json.loads(fp8plan(*words, "--json").out)
-    assert plan["reasons"][0].startswith("The responses are of several turns (50.0% of them): 75.0% of their tokens")
-    assert plan["reasons"][1].startswith(("Choose ", "Stay with "))
-    assert plan["workload"]["response_tokens"] == 100
-    assert plan["workload"]["max_response_tokens"] == 370
-    assert plan["limits"]["max_model_len"] == 379
-    Path("run.jsonl").write_text(json.dumps(row | {"tool_tokens": None}))
-    single = json.loads(fp8plan(*words, "--json").out)
-    assert single["reasons"][0].startswith(("Choose ", "Stay with "))
-    assert "turns" not in single["workload"]
+    assert plan["workload"]["response_tokens"] == 140
+    assert "turns" not in plan["workload"]

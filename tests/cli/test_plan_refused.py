@@ -12,6 +12,7 @@ from typed import PLAN, SMALL
 from fp8plan.model.precision import PRESETS
 from fp8plan.version import DEFAULT_VERSION, LAST, RANGE
 
+TURNS = ["--turns", "8", "--turn-tokens", "fixed:300", "--tool-tokens", "fixed:600", "--tool-s", "fixed:2.5"]
 # Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
 BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h800, h200_sxm", "a100_sxm", "auto")),
@@ -31,7 +32,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "max_model_len as vLLM's auto": (["--max-model-len", "-1"], ("max_model_len is -1", "leave it out")),
     "negative length": (["--response-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
     "negative prompt length": (["--prompt-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
-    "no length": (["--response-lengths", "fixed:0"], ("fixed length is 0", "allowed: ")),
+    "no length": (["--response-lengths", "fixed:0"], ("fixed number is 0", "allowed: ")),
     "NaN length": (["--response-lengths", "fixed:nan"], ("'fixed:nan'", "fixed:TOKENS", "lognormal:mean=TOKENS")),
     "NaN mean": (["--response-lengths", "lognormal:mean=nan,sigma=1,max=9"], ("mean is nan", "finite")),
     "negative mean": (["--response-lengths", "lognormal:mean=-7,sigma=1,max=9"], ("mean is -7", "allowed: ")),
@@ -41,6 +42,11 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no max": (["--response-lengths", "lognormal:mean=5,sigma=1"], ("mean=5,sigma=1'", "max=TOKENS")),
     "unknown field": (["--response-lengths", "lognormal:mean=5,sigma=1,max=9,min=2"], ("min=2", "max=TOKENS")),
     "absurd length": (["--response-lengths", f"fixed:{10**30}"], (str(10**30), "allowed: ")),
+    "turns alone": (["--turns", "8"], ("need --turn-tokens, --tool-tokens, --tool-s", "type: --turns 8")),
+    "a part of turns": (["--concurrent", "8"], ("turns need --turns, --turn-tokens", "type: --turns 8")),
+    "no tool": ([*TURNS[:4], "--tool-tokens", "fixed:0", *TURNS[6:]], ("tool_tokens: fixed number is 0", "1 to")),
+    "a negative wait": ([*TURNS[:6], "--tool-s", "fixed:-1"], ("tool_s: fixed number is -1", "0 to 86,400")),
+    "turns and lengths": (TURNS, ("both --turns and --response-lengths", "--turn-tokens has the lengths")),
     "unknown lengths": (["--response-lengths", "uniform:1,2"], ("'uniform:1,2'", "fixed:TOKENS", ".jsonl")),
     "no trace": (["--response-lengths", "absent.jsonl"], ("absent.jsonl", "there is no")),
     "longer than max_model_len": (["--max-model-len", "40"], ("48 tokens", "max_model_len is 40", "raise")),
@@ -121,6 +127,12 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_turns_are_not_simulated_yet(fp8plan: Callable[..., Done], command: str) -> None:
+    done = fp8plan(command, *PLAN[1:4], "--prompts", 2, *TURNS)
+    refused(done, "the workload has turns, and a plan of them is not simulated yet", "--response-lengths")
+
+
 @pytest.mark.parametrize(("words", "parts"), BAD_PLANS.values(), ids=BAD_PLANS)
 def test_bad_input_is_one_clear_line(fp8plan: Callable[..., Done], words: list[str], parts: tuple[str, ...]) -> None:
     refused(fp8plan(*PLAN, *words), *parts)
@@ -170,8 +182,8 @@ def test_a_corrupt_config_is_refused_by_file(fp8plan: Callable[..., Done], text:
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"", ("no lengths", "at least one row")),
-        (b"\n  \n", ("no lengths", "at least one row")),
+        (b"", ("no numbers", "at least one row")),
+        (b"\n  \n", ("no numbers", "at least one row")),
         (b"5\nmany\n", ("line 2", '"response_length"')),
         (b'5\n\n{"tokens": 7}\n', ("line 3", '"response_length"')),
         (b"5\n-3\n", ("row 2", "-3", "allowed: ")),

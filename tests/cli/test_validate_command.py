@@ -128,15 +128,17 @@ def test_validate_keeps_records_that_are_no_run_and_the_log_says_which_was_its_f
         assert len(json.loads(fp8plan("validate", "records.jsonl", "--json").out)["records"]) == count
 
 
-def test_rollouts_with_tool_output_are_neither_validated_nor_observed(fp8plan: Callable[..., Done]) -> None:
+def test_rollouts_of_several_turns_are_neither_validated_nor_observed(fp8plan: Callable[..., Done]) -> None:
     """Their seconds hold waits for tools. Where the log cannot tell, a note says so."""
-    tools, unclear = {"tool_tokens": [0, 300, 0], "seconds": 99.0}, {"unclear_responses": 1}
+    first, second, third = RECORD["response_lengths"]
+    turns = [[[first, 0, 0]], [[second - 2, 300, 2.0], [2, 0, 0]], [[third, 0, 0]]]
+    tools, unclear = {"turns": turns, "seconds": 99.0}, {"unclear_responses": 1}
     rows = [RECORD | {"step": number} | row for number, row in enumerate(({}, tools, unclear, tools), 1)]
     Path("run.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = fp8plan("validate", "run.jsonl", "--json")
     assert [row["line"] for row in json.loads(done.out)["records"]] == [1, 3]
     notes = [
-        "note: step 2, step 4 are left out, as their responses have tool output: their seconds hold waits for tools",
+        "note: step 2, step 4 are left out, as their responses have several turns: their seconds hold waits for tools",
         "note: step 3: the log cannot tell if some tokens are tool output; they count as generated",
     ]
     plan = ["plan", RECORD["model"], "--gpu", "h200", "--prompts", "2", "--response-lengths", "fixed:32"]
@@ -146,7 +148,10 @@ def test_rollouts_with_tool_output_are_neither_validated_nor_observed(fp8plan: C
         assert note in done.err
         assert note in observed.err
     Path("tools.jsonl").write_text(json.dumps(RECORD | tools))
-    parts = ("tools.jsonl has no rollout to compare: there is tool output in line 1", "give rollouts of single turns")
+    parts = (
+        "tools.jsonl has no rollout to compare: there are several turns in line 1",
+        "give rollouts of single turns",
+    )
     refused(fp8plan("validate", "tools.jsonl"), *parts)
     refused(fp8plan(*plan, "--observed", "tools.jsonl"), *parts)
 

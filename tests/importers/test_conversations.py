@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.importers.counter import NO_TOOLS, Counter
 from fp8plan.importers.logged import Request
-from fp8plan.importers.records import NO_TOOLS, UNUSED_TOOLS, Counter, import_rollouts
+from fp8plan.importers.records import UNUSED_TOOLS, import_rollouts
 
 pytestmark = pytest.mark.trl
 
@@ -81,7 +82,8 @@ def test_what_trl_made_messages_of_has_as_many_tokens_as_were_generated(template
     message = parse_response(own, ids, prefix=own("<|im_start|>assistant\n")["input_ids"])
     assert set(message) > {"role", "content"}  # it was taken apart
     found, _ = measured(templates()[template], [message], TOOLS)
-    assert found.response_tokens == len(ids)
+    (turn,) = found.turns
+    assert turn.generated == len(ids)
 
 
 @pytest.mark.parametrize("template", sorted(templates()))
@@ -91,7 +93,7 @@ def test_each_template_counts_the_assistants_words_and_no_others(template: str) 
     first = {"role": "assistant", "content": "", field: REASONING, "tool_calls": CALLS}
     output = {"role": "tool", "name": "multiply", "content": "result " * 500}
     last = {"role": "assistant", "content": "answer " * 80}
-    found = Counter(tokenizer(text), False, TOOLS, str)._turns(Request([USER], [first, output, last]))
+    found = Counter(tokenizer(text), False, TOOLS, str)._texts(Request([USER], [first, output, last]))
     turns, (others,), _ = found
     assert others.count("result") == 500
     assert len(turns) == 2
@@ -132,9 +134,11 @@ def test_tools_go_into_every_prompt_and_their_output_into_no_response(tmp_path: 
     assert definitions > len(json.dumps(TOOLS[0]))
     assert without.notes[0] == NO_TOOLS
     assert found.notes[0].startswith("1 of 2 responses have several turns. ")
-    none, tool = found.records[0]["tool_tokens"]
-    assert none == 0
-    assert 3000 <= tool < 3020
+    single, (called_tool, answered) = found.records[0]["turns"]
+    assert single == [[short, 0, 0.0]]
+    assert 3000 <= called_tool[1] < 3020
+    assert called_tool[0] + answered[0] == long
+    assert (called_tool[2], answered[1:]) == (None, [0, 0.0])
     assert NO_TOOLS not in found.notes
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from fp8plan import cli
 from fp8plan.errors import ConfigError
+from fp8plan.importers import counter as tokens
 from fp8plan.importers import records
-from fp8plan.importers import records as tokens
 from fp8plan.importers import trl as trl_log
 from fp8plan.importers.records import import_rollouts
 

@@ -61,11 +61,12 @@ def test_text_that_mentions_a_marker_is_generated(text: str, unclear: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("mask", "counts"),
+    ("mask", "turns"),
     [
-        ([1, 1, 0, 0, 0, 1, 0, 0], (3, 3)),
-        ([True, True], (2, 0)),
-        ([1.0, 0.0, 1.0], (2, 1)),
+        ([1, 1, 0, 0, 0, 1, 0, 0], (0, ((2, 3, None), (1, 0, 0.0)))),
+        ([True, True], (0, ((2, 0, 0.0),))),
+        ([1.0, 0.0, 1.0], (0, ((1, 1, None), (1, 0, 0.0)))),
+        ([0, 0, 1, 0], (2, ((1, 0, 0.0),))),
         ([0, 0], None),
         ([], None),
         ([1, 2], None),
@@ -75,8 +76,8 @@ def test_text_that_mentions_a_marker_is_generated(text: str, unclear: bool) -> N
         (7, None),
     ],
 )
-def test_a_mask_goes_to_its_last_generated_token(mask: Any, counts: Any) -> None:
-    assert masked(mask) == counts
+def test_a_mask_goes_to_its_last_generated_token(mask: Any, turns: Any) -> None:
+    assert masked(mask) == turns
 
 
 def dump(folder: Path, *outputs: str, **more: Any) -> Path:
@@ -94,18 +95,29 @@ def test_verls_text_of_several_turns_is_taken_apart(tmp_path: Path) -> None:
     (record,) = found.records
     assert record["prompt_lengths"] == [2, 2]
     assert record["response_lengths"] == [5, 2]
-    tool, none = record["tool_tokens"]
-    assert tool >= 5
-    assert none == 0
+    (first, last), single = record["turns"]
+    assert (first[0], last) == (3, [2, 0, 0.0])
+    assert first[1] >= 5
+    assert first[2] is None
+    assert single == [[2, 0, 0.0]]
     assert "unclear_responses" not in record
     assert found.notes[0].startswith("1 of 2 responses have several turns. ")
+    assert found.notes[1].endswith("plan --workload FILE --tool-s fixed:2 or lognormal:mean=2,sigma=1,max=60")
+
+
+@pytest.mark.verl
+def test_verls_response_that_ends_with_a_tool_has_no_turn_after_it(tmp_path: Path) -> None:
+    cut = WORDS.removesuffix("w5 w6")
+    (record,) = import_rollouts("verl", dump(tmp_path, cut, WORDS), tokenizer=words_model()).records
+    assert [len(turns) for turns in record["turns"]] == [1, 2]
+    assert record["response_lengths"] == [3, 5]
 
 
 @pytest.mark.verl
 def test_verls_single_turns_have_no_new_fields_and_no_note(tmp_path: Path) -> None:
     found = import_rollouts("verl", dump(tmp_path, "w1 w2 w3", "w1"), tokenizer=words_model())
     assert found.records[0]["response_lengths"] == [3, 1]
-    assert not {"tool_tokens", "unclear_responses"} & set(found.records[0])
+    assert not {"turns", "unclear_responses"} & set(found.records[0])
     assert len(found.notes) == 1  # on the fields that are not known
 
 
@@ -113,14 +125,14 @@ def test_verls_single_turns_have_no_new_fields_and_no_note(tmp_path: Path) -> No
 def test_a_mask_in_verls_dump_goes_before_its_text(tmp_path: Path) -> None:
     folder = dump(tmp_path, WORDS, response_mask=[1] * 4 + [0] * 9 + [1] * 2 + [0] * 5)
     (record,) = import_rollouts("verl", folder, tokenizer=words_model()).records
-    assert (record["response_lengths"], record["tool_tokens"]) == ([6], [9])
+    assert (record["response_lengths"], record["turns"]) == ([6], [[[4, 9, None], [2, 0, 0.0]]])
 
 
 @pytest.mark.verl
 def test_a_marker_alone_counts_as_generated_with_a_note(tmp_path: Path) -> None:
     found = import_rollouts("verl", dump(tmp_path, "w1 <tool_response> w2", *["w1"] * 3), tokenizer=words_model())
     assert found.records[0]["unclear_responses"] == 1
-    assert "tool_tokens" not in found.records[0]
+    assert "turns" not in found.records[0]
     assert found.notes[0].startswith("1 of 4 responses (25.0%) may hold tool output")
 
 
@@ -146,16 +158,18 @@ def test_skyrls_loss_mask_tells_generated_tokens(tmp_path: Path) -> None:
     found = skyrl(tmp_path, [1, 1, 0, 0, 0, 1], [1, 1], [1, 0, 1, 0])
     (record,) = found.records
     assert (record["prompt_lengths"], record["response_lengths"]) == ([2] * 3, [3, 2, 2])
-    assert record["tool_tokens"] == [3, 0, 2]
-    assert found.notes[0].startswith("2 of 3 responses have several turns. 41.7% of the tokens")
+    single, last = [[2, 0, 0.0]], [1, 0, 0.0]
+    assert record["turns"] == [[[2, 3, None], last], single, [[1, 1, None], last]]
+    assert found.notes[0].startswith("2 of 3 responses have several turns. 36.4% of the tokens")
 
 
 def test_a_response_that_skyrl_took_out_of_the_loss_is_generated(tmp_path: Path) -> None:
     (record,) = skyrl(tmp_path, [1, 1, 1], [0, 0, 0]).records
     assert record["response_lengths"] == [3, 3]
-    assert not {"tool_tokens", "unclear_responses"} & set(record)
+    assert not {"turns", "unclear_responses"} & set(record)
     (record,) = skyrl(tmp_path, [1, 0, 1], [0, 0, 0]).records
-    assert (record["response_lengths"], record["tool_tokens"], record["unclear_responses"]) == ([2, 3], [1, 0], 1)
+    assert (record["response_lengths"], record["unclear_responses"]) == ([2, 3], 1)
+    assert record["turns"] == [[[1, 1, None], [1, 0, 0.0]], [[3, 0, 0.0]]]
 
 
 def test_a_batch_of_skyrl_without_a_readable_loss_mask_is_unclear(tmp_path: Path) -> None:

@@ -383,4 +383,4 @@ def test_prompts_are_spread_over_the_dataset() -> None:
     assert list(planning.spread(0)) == []
     assert list(planning.spread(3)) == [0, 1, 2]
     assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
-    assert planning.lengths_of([[1, 2], [3]]).lengths == (2, 1)
+    assert planning.lengths_of([[1, 2], [3]]).values == (2, 1)

@@ -23,12 +23,13 @@ from vllm_server import ROOT, entry_points
 import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import said
 from fp8plan.runtime.watch.mismatch.sampling import Sampling

@@ -8,11 +8,12 @@ from tiny_models import TOKENS
 from trl_runs import model
 from verl_parts import serving
 
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm]
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")

@@ -19,6 +19,7 @@ from fp8plan.model.attention_backend import AMPERE_HEADS, why_no_fp8_kv
 from fp8plan.model.cost.attention import attention_cost, cache_cost
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.power import flops_bound
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
@@ -29,7 +30,7 @@ from fp8plan.model.profile.library import WIDENED_KV, datasheet_profile, load_pr
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Z90
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 SMALL, DENSE = "fp8plan/dense-50m", "Qwen/Qwen3-8B"
 WORK = Workload(4, 2, Fixed(64), Fixed(64))

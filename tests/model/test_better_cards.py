@@ -6,9 +6,10 @@ from itertools import permutations
 
 import pytest
 
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import Gpu, gpus
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 ROWS = (
     "memory_bytes", "memory_bandwidth", "bf16_flops", "fp8_flops", "sm_count", "l2_bytes", "nvlink_bandwidth",

@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.moe import skips_other_rows
 from fp8plan.model.cost.power import bytes_bound, flops_bound
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -29,7 +30,7 @@ from fp8plan.model.rl_step import full_prefill
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 MOE, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
 A3B = ModelShape.from_hf(MOE)

@@ -21,6 +21,7 @@ from fp8plan.model.attention_backend import (
 )
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.mixers import mixer_costs
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.emit.vllm import measured_scales, vllm_kwargs
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.plan.planner import plan
@@ -29,7 +30,7 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import UNIT_SCALES_SD, RiskBudget
 from fp8plan.model.risk.theory import clipped_keys
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 CLIPPED, PLAIN = "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B"
 WORKLOAD = Workload(prompts=8, samples_per_prompt=8, prompt_lengths=Fixed(512), response_lengths=Fixed(2048))

@@ -14,6 +14,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
@@ -27,7 +28,7 @@ from fp8plan.model.rollout import Rollout, rollout, schedules, step_batch
 from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import Simulated, simulated
-from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
+from fp8plan.model.workload import Batch, Workload
 
 H200 = find_gpu("h200")
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B")

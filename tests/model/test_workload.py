@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.workload import (
+from fp8plan.model.distributions import (
     MOST_TOKENS,
-    Batch,
+    Distribution,
     Fixed,
-    Lengths,
     LogNormal,
     Trace,
-    Workload,
     parse_both_lengths,
-    parse_lengths,
+    parse_distribution,
 )
+from fp8plan.model.workload import Batch, Workload
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -58,8 +57,9 @@ def test_without_spread_every_length_is_the_mean() -> None:
 @given(workloads)
 def test_a_batch_is_whole_numbers_prompt_by_prompt(work: Workload) -> None:
     batch = work.batch()
-    assert {len(column) for column in batch} == {work.prompts * work.samples_per_prompt}
-    assert {column.dtype for column in batch} == {np.dtype(np.int64)}
+    columns = batch.prompts, batch.responses, batch.prompt_ids
+    assert {len(column) for column in columns} == {work.prompts * work.samples_per_prompt}
+    assert {column.dtype for column in columns} == {np.dtype(np.int64)}
     assert min(batch.prompts.min(), batch.responses.min()) >= 1
     assert np.unique(batch.prompt_ids).tolist() == list(range(work.prompts))
     assert (np.diff(batch.prompt_ids) >= 0).all()
@@ -72,7 +72,7 @@ def test_a_batch_is_whole_numbers_prompt_by_prompt(work: Workload) -> None:
 
 @given(workloads)
 def test_the_seed_decides_everything(work: Workload) -> None:
-    assert all(np.array_equal(one, two) for one, two in zip(work.batch(), work.batch(), strict=True))
+    assert all(np.array_equal(one, two) for one, two in zip(work.batch()[:3], work.batch()[:3], strict=True))
 
 
 def test_another_seed_gives_other_lengths() -> None:
@@ -117,12 +117,12 @@ def test_a_trace_of_another_length_is_drawn_from_with_replacement(count: int) ->
 
 
 def test_a_jsonl_trace_holds_bare_numbers_or_objects() -> None:
-    found = parse_lengths(str(DATA / "lengths.jsonl"), "response_length")
+    found = parse_distribution(str(DATA / "lengths.jsonl"), "response_length")
     assert isinstance(found, Trace)
-    assert found.lengths == (812, 44, 20480, 7)
-    prompts = parse_lengths(str(DATA / "lengths.jsonl"), "prompt_length")
+    assert found.values == (812, 44, 20480, 7)
+    prompts = parse_distribution(str(DATA / "lengths.jsonl"), "prompt_length")
     assert isinstance(prompts, Trace)
-    assert prompts.lengths == (812, 100, 200, 7)
+    assert prompts.values == (812, 100, 200, 7)
 
 
 def test_a_parquet_trace_holds_both_columns(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_parquet_trace_holds_both_columns(tmp_path: Path) -> None:
         path
     )
     for column, expected in (("prompt_length", (9, 8, 7)), ("response_length", (500, 20, 3))):
-        found = parse_lengths(str(path), column)
+        found = parse_distribution(str(path), column)
         assert isinstance(found, Trace)
-        assert found.lengths == expected
+        assert found.values == expected
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_a_parquet_trace_holds_both_columns(tmp_path: Path) -> None:
     [("fixed:12", Fixed(12)), ("lognormal:mean=60.5,sigma=0.9,max=200", LogNormal(60.5, 0.9, 200)),
      ("lognormal:max=200,mean=60.5,sigma=0.9", LogNormal(60.5, 0.9, 200))],
 )  # fmt: skip
-def test_lengths_as_they_are_typed(text: str, expected: Lengths) -> None:
-    assert parse_lengths(text, "response_length") == expected
+def test_lengths_as_they_are_typed(text: str, expected: Distribution) -> None:
+    assert parse_distribution(text, "response_length") == expected
 
 
 @pytest.mark.parametrize(
@@ -154,24 +154,26 @@ def test_a_bad_parquet_trace_is_refused_by_name(tmp_path: Path, frame: dict[str,
     path = tmp_path / "bad.parquet"
     pd.DataFrame(frame).to_parquet(path)
     with pytest.raises(ConfigError, match=r"(row \d of|the trace) .*bad\.parquet"):
-        parse_lengths(str(path), "response_length")
+        parse_distribution(str(path), "response_length")
 
 
 def test_a_bad_row_is_named_as_people_count() -> None:
-    with pytest.raises(ConfigError, match="row 3 of here is 0"):
-        Trace((5, 6, 0, -1), "here")
+    with pytest.raises(ConfigError, match="row 2 of here is nan"):
+        Trace((5, float("nan"), -1), "here")
+    with pytest.raises(ConfigError, match="row 3 of here is 0; allowed: a whole number of tokens, 1 to"):
+        Workload(1, 1, 5, Trace((5, 6, 0, 1), "here"))
 
 
 def test_a_parquet_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(ConfigError, match="as parquet"):
-        parse_lengths(str(tmp_path / "x.parquet"), "response_length")
+        parse_distribution(str(tmp_path / "x.parquet"), "response_length")
 
 
 @pytest.mark.parametrize("tokens", [0, -1, float("nan"), float("inf"), 2.5, True, "7", None, MOST_TOKENS + 1])
 def test_senseless_lengths_are_refused(tokens: object) -> None:
-    with pytest.raises(ConfigError, match="allowed: a whole number of tokens"):
-        Fixed(tokens)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"fixed number is .*; allowed: a (finite|whole) number"):
+        Workload(1, 1, 1, Fixed(tokens))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sigma", ["1", None, float("nan"), -1, True])
@@ -181,7 +183,7 @@ def test_a_senseless_sigma_is_refused(sigma: object) -> None:
 
 
 def test_numpy_whole_numbers_are_lengths() -> None:
-    assert Fixed(np.int64(7)).draw(2, np.random.default_rng(0)).tolist() == [7, 7]  # type: ignore[arg-type]
+    assert Fixed(np.int64(7)).draw(2, np.random.default_rng(0)).tolist() == [7, 7]
 
 
 @pytest.mark.parametrize("changes", [{"prompts": 0}, {"samples_per_prompt": -1}, {"seed": -1}])
@@ -257,7 +259,7 @@ def test_a_misspelt_column_is_named(tmp_path: Path, slip: str) -> None:
     assert both(tmp_path, rows, "fixed:5") == ([5], [])
     for path in (tmp_path / "t.jsonl", tmp_path / "t.parquet"):
         with pytest.raises(ConfigError, match=rf"it has {slip}, response_length: call '{slip}' 'prompt_length'"):
-            parse_lengths(str(path), "prompt_length")
+            parse_distribution(str(path), "prompt_length")
 
 
 def test_lengths_describe_themselves_in_plain_data() -> None:
@@ -268,7 +270,7 @@ def test_lengths_describe_themselves_in_plain_data() -> None:
         (Fixed(7), {"kind": "fixed", "tokens": 7}),
     ):
         assert json.loads(json.dumps(lengths.describe())) == plain
-    assert [x.longest for x in (trace, LogNormal(5, 0.5, 10), Fixed(7))] == [1000, 10, 7]
+    assert [x.largest for x in (trace, LogNormal(5, 0.5, 10), Fixed(7))] == [1000, 10, 7]
 
 
 def test_a_trace_with_a_row_per_response_keeps_prompts_and_responses_together() -> None:
@@ -279,4 +281,4 @@ def test_a_trace_with_a_row_per_response_keeps_prompts_and_responses_together() 
 
 
 def test_a_batch_unpacks_in_the_order_the_scheduler_takes() -> None:
-    assert Batch._fields == ("prompts", "responses", "prompt_ids")
+    assert Batch._fields == ("prompts", "responses", "prompt_ids", "turns")

@@ -8,6 +8,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 from functools import cache
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -157,33 +158,43 @@ def _spec(group, limits, max_model_len: int):
     )
 
 
-def _add_requests(scheduler, hashed: int, prompts, responses, prompt_ids, limits) -> None:
-    from vllm.sampling_params import SamplingParams
+def _hasher(hashed: int, limits):
+    """The hasher of the blocks of requests; None without prefix caching."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(hashed, sha256) if limits.enable_prefix_caching else None
-    for number, (length, response, prompt) in enumerate(zip(prompts, responses, prompt_ids, strict=True)):
-        # Distinct prompts differ from their first token on; equal ones are equal.
-        tokens = [int(10_000 + prompt)] + [
-            int((prompt * 7919 + position * 31) % 1000) for position in range(length - 1)
-        ]
-        request = Request(
-            request_id=str(number),
-            prompt_token_ids=tokens,
-            sampling_params=SamplingParams(max_tokens=int(response), ignore_eos=True),
-            pooling_params=None,
-            block_hasher=hasher,
-        )
-        scheduler.add_request(request)
+    return get_request_block_hasher(hashed, sha256) if limits.enable_prefix_caching else None
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    """Distinct prompts differ from their first token on; equal ones are equal."""
+    return [10_000 + number] + [(number * 7919 + position * 31) % 1000 for position in range(length - 1)]
+
+
+def _sampled(number: int, position: int) -> int:
+    """Every sample generates its own tokens, so that siblings share prompt blocks and nothing else."""
+    return 2_000 + (number * 104_729 + position * 31) % 900_000
+
+
+def _request(name: str, tokens: list[int], response: int, hasher):
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=response, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=hasher,
+    )
 
 
 def run(
     prompts,
     responses,
     prompt_ids,
+    turns,
     num_blocks: int,
     limits,
     groups=(),
@@ -195,15 +206,21 @@ def run(
 
     A preemption in a step without work is counted in the next step with some.
 
+    turns:  None: all requests wait at the start (`run_turns` runs turns)
     served: a list that receives, for each Step, the requests that got a token
     drafts: every decoding request has so many drafts in each step (only with synchronous scheduling)
     """
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+    assert turns is None
     longest = int((prompts + responses).max()) + (3 * drafts.tokens if drafts else 0)  # so that no draft is cut off
     max_model_len = max(longest, limits.max_num_batched_tokens)
     scheduler, hashed = _scheduler(limits, num_blocks, max_model_len, groups, retain_all, drafts)
-    _add_requests(scheduler, hashed, prompts.tolist(), responses.tolist(), prompt_ids.tolist(), limits)
+    hasher = _hasher(hashed, limits)
+    for number, (length, response, prompt) in enumerate(
+        zip(prompts.tolist(), responses.tolist(), prompt_ids.tolist(), strict=True)
+    ):
+        scheduler.add_request(_request(str(number), _prompt(prompt, length), response, hasher))
     in_flight: deque = deque()
     steps: list[Step] = []
     preemptions = 0
@@ -218,9 +235,8 @@ def run(
             else:
                 prefill += tokens
             ids.append(request_id)
-            # Every sample generates its own tokens, so that siblings share prompt blocks and nothing else.
             done = request.num_computed_tokens >= request.num_tokens
-            token = 2_000 + (int(request_id) * 104_729 + request.num_computed_tokens * 31) % 900_000
+            token = _sampled(int(request_id), request.num_computed_tokens)
             accepted = drafts.accepted() if drafts and request_id in output.scheduled_spec_decode_tokens else 0
             sampled.append([token + 7 * i for i in range(1 + accepted)] if done else [])
         used = num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -238,3 +254,143 @@ def run(
         if drafts and not limits.async_scheduling:  # which has placeholders for drafts
             scheduler.update_draft_token_ids(DraftTokenIds(ids, [[1] * drafts.tokens for _ in ids]))
     return steps
+
+
+class TimedStep(NamedTuple):
+    prefill_tokens: int
+    decode_tokens: int
+    cached_tokens: int
+    used_blocks: int
+    preemptions: int
+    begin_s: float
+
+
+class _Client:
+    """Sends the requests of trajectories: the first ones at the start, the others when a tool has answered."""
+
+    def __init__(self, batch, concurrent: int | None, hasher) -> None:
+        self.hasher = hasher
+        self.turns = batch.turns
+        self.tokens = [_prompt(*each) for each in zip(batch.prompt_ids.tolist(), batch.prompts.tolist(), strict=True)]
+        self.turn = batch.turns.first.tolist()[:-1]
+        self.unsent = deque(range(len(self.tokens)))
+        self.sent: list[tuple[float, int]] = []  # a heap of (seconds of arrival, trajectory)
+        self.requests: dict[str, object] = {}
+        for _ in range(len(self.tokens) if concurrent is None else concurrent):
+            self._send_next(0.0)
+
+    def _send_next(self, now: float) -> None:
+        if self.unsent:
+            heappush(self.sent, (now, self.unsent.popleft()))
+
+    def arrived(self, now: float):
+        """The requests that have arrived, in order."""
+        while self.sent and self.sent[0][0] <= now:
+            _, trajectory = heappop(self.sent)
+            name = f"{trajectory}-{self.turn[trajectory]}"
+            generated = int(self.turns.generated[self.turn[trajectory]])
+            request = _request(name, list(self.tokens[trajectory]), generated, self.hasher)
+            self.requests[name] = request
+            yield request
+
+    def receive(self, name: str, now: float) -> None:
+        """Take the tokens of a finished request, and start the tool, or another trajectory."""
+        trajectory, turn = map(int, name.split("-"))
+        request = self.requests.pop(name)
+        self.tokens[trajectory] = list(request.all_token_ids)
+        self.turn[trajectory] += 1
+        if self.turn[trajectory] == self.turns.first[trajectory + 1]:
+            self._send_next(now)
+            return
+        tool = int(self.turns.tool[turn])
+        self.tokens[trajectory] += [1_000_000 + (trajectory * 31 + turn * 7 + i) % 90_000 for i in range(tool)]
+        heappush(self.sent, (now + float(self.turns.wait_s[turn]), trajectory))
+
+
+class _Engine:
+    """The loop of vLLM's EngineCore (vllm/v1/engine/core.py) on a virtual clock.
+
+    now:      seconds at which the loop is
+    gpu_free: seconds at which the GPU has done all steps that were scheduled
+    queue:    batches in flight, as in `step_with_batch_queue`: (scheduler's output, runner's output, end in seconds)
+    """
+
+    def __init__(self, scheduler, limits, num_blocks: int, clock) -> None:
+        self.scheduler, self.clock, self.num_blocks = scheduler, clock, num_blocks
+        self.size = 2 if limits.async_scheduling else 1
+        self.now = self.gpu_free = 0.0
+        self.queue: deque = deque()
+        self.steps: list[TimedStep] = []
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests() or bool(self.queue)
+
+    def step(self) -> list[str]:
+        """`step`, or `step_with_batch_queue`. Returns the requests that have finished."""
+        if self.scheduler.has_requests():
+            batch, served = self._schedule()
+            self.queue.appendleft(batch)
+            if len(self.queue) < self.size and (served or self.scheduler.has_requests()):
+                return []
+        elif not self.queue:
+            return []
+        output, result, end = self.queue.pop()
+        self.now = max(self.now, end)
+        every = self.scheduler.update_from_output(output, result)
+        return [each.request_id for part in every.values() for each in part.outputs if each.finish_reason is not None]
+
+    def _schedule(self):
+        """Schedule a step; returns the batch, and whether it serves anybody."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        decoding = {request.request_id for request in self.scheduler.running if not request.is_prefill_chunk}
+        output = self.scheduler.schedule()
+        hits = self.scheduler.kv_cache_manager.make_prefix_cache_stats()
+        served = output.num_scheduled_tokens
+        sampled, work = [], dict.fromkeys(("prefill", "chunks", "prefill_kv", "pairs", "decode", "decode_kv"), 0)
+        for name, tokens in served.items():
+            request = self.scheduler.requests[name]
+            after = request.num_computed_tokens
+            done = after >= request.num_tokens
+            sampled.append([_sampled(int(name.split("-")[0]), after)] if done else [])
+            if name in decoding:
+                work["decode"] += tokens
+                work["decode_kv"] += after
+                continue
+            work["prefill"] += tokens
+            work["chunks"] += 1
+            work["prefill_kv"] += after
+            work["pairs"] += tokens * (2 * after - tokens + 1) // 2
+        self.preemptions += len(output.preempted_req_ids or ())
+        begin = max(self.now, self.gpu_free)
+        if served:
+            numbers = [work[x] for x in ("decode", "decode_kv", "prefill", "chunks", "prefill_kv", "pairs")]
+            self.gpu_free = begin + self.clock.seconds(*numbers, sum(map(len, sampled)))
+            used = self.num_blocks - self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            cached = hits.hits + hits.preempted_hits
+            self.steps.append(TimedStep(work["prefill"], work["decode"], cached, used, self.preemptions, begin))
+            self.preemptions = 0
+        result = ModelRunnerOutput(list(served), {name: row for row, name in enumerate(served)}, sampled)
+        return (output, result, max(begin, self.gpu_free)), bool(served)
+
+
+def run_turns(batch, num_blocks: int, limits, groups, retain_all: bool, clock, concurrent: int | None):
+    """One TimedStep per engine step that serves anybody, until every trajectory has ended its last turn.
+
+    clock: gives the seconds of a step, as fp8plan's StepClock
+    """
+    longest = int((batch.prompts + batch.turns.added).max())
+    max_model_len = max(longest, limits.max_num_batched_tokens)
+    scheduler, hashed = _scheduler(limits, num_blocks, max_model_len, groups, retain_all, None)
+    client = _Client(batch, concurrent, _hasher(hashed, limits))
+    engine = _Engine(scheduler, limits, num_blocks, clock)
+    while engine.has_work or client.sent:
+        if not engine.has_work:  # EngineCore waits for its input queue
+            engine.now = max(engine.now, client.sent[0][0])
+        for request in client.arrived(engine.now):
+            scheduler.add_request(request)
+        for name in engine.step():
+            client.receive(name, engine.now)
+    return engine.steps

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
@@ -22,7 +23,7 @@ from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import Timeline
 from fp8plan.model.setup import KV_SCALES
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.views import plan_pictures as plots
 from fp8plan.views.plan_page import draw
 from fp8plan.views.plan_pictures import (

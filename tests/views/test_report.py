@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention, ShortConv
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import seconds
 from fp8plan.model.plan.plan import Plan
@@ -19,7 +20,7 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import list_profiles, profiles_path
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.views.known import models_report, profiles_report
 from fp8plan.views.report import plan_report
 from fp8plan.views.text import Column, fitting

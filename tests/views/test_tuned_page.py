@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.tune.answer import Answer, Level, Waterfall
 from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.views.run_plots import BLUE, GREEN, RED
 from fp8plan.views.tuned_page import GREY, bars, draw
 

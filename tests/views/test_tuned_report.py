@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from fp8plan.cli import console
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.views.tuned import columns, tune_report
 
 WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))

@@ -13,10 +13,10 @@ from trl.trainer import grpo_trainer
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.distributions import Trace
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits, Lowerable
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.workload import Trace
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 

@@ -234,8 +234,8 @@ class Plan:
 
     @property
     def headlines(self) -> tuple[str, ...]:
-        """The reason of the choice, after the one on multi-turn responses, if there is such a one."""
-        return self.reasons[: 2 if "turns" in self.workload else 1]
+        """The reason of the choice."""
+        return self.reasons[:1]
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engine of the chosen choice, or of the one that is named, with data_parallel_size replicas."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.errors import ProfileError
+from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.attention_backend import TRITON_NAMED
 from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored
@@ -70,6 +70,7 @@ def plan(request: PlanRequest) -> Plan:
 
 def predict(request: PlanRequest) -> Prediction:
     """The Plan of a request, with the rollouts behind it. Raises as `plan` does."""
+    _check_simulated(request.workload)
     card, limits, budget = request.card, request.engine, request.risk_budget
     risky = check_share(card, limits)
     alone, warnings = _profile(request)
@@ -100,11 +101,7 @@ def predict(request: PlanRequest) -> Prediction:
         chosen=chosen,
         baseline=baseline,
         thresholds={THRESHOLD: bound},
-        reasons=(
-            *request.workload.turns.sentence(),
-            *reasons,
-            *(anchor.sentences(alone, answer) if anchor else ()),
-        ),
+        reasons=(*reasons, *(anchor.sentences(alone, answer) if anchor else ())),
         warnings=(
             *version_warnings(request.vllm),
             *warnings,
@@ -119,6 +116,15 @@ def predict(request: PlanRequest) -> Prediction:
         engine_version=request.vllm,
     )
     return Prediction(planned, tuple(tried), request, used)
+
+
+def _check_simulated(workload: Workload) -> None:
+    """Raise ConfigError for a workload of several turns, which no schedule has yet."""
+    if workload.turns is not None:
+        raise ConfigError(
+            "the workload has turns, and a plan of them is not simulated yet; give lengths of whole responses "
+            "(--response-lengths), or a recorded rollout of single turns"
+        )
 
 
 def _profile(request: PlanRequest) -> tuple[Profile, list[str]]:
@@ -169,14 +175,8 @@ def _bf16_of(record: Record, request: PlanRequest) -> bool:
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
     return {
-        "prompts": workload.prompts,
-        "samples": workload.samples_per_prompt,
-        "prompt_lengths": workload.prompt_lengths.describe(),
-        "response_lengths": workload.response_lengths.describe(),
-        "max_prompt_tokens": workload.prompt_lengths.longest,
-        "max_response_tokens": workload.longest_response,
+        **workload.describe(),
         "mean_response_tokens": float(np.mean(batch.responses)),
         "longest_response_tokens": int(batch.responses.max()),
         "response_tokens": int(batch.responses.sum()),
-        **workload.turns.describe(),
     }

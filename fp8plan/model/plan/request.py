@@ -26,6 +26,7 @@ from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
+from fp8plan.model.trajectories import TURN_OPTIONS
 from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
@@ -106,6 +107,7 @@ class PlanRequest:
             kind=Path,
         ),
         WORKLOAD_OPTIONS,
+        TURN_OPTIONS,
     ]
     _: KW_ONLY
     observed: Annotated[
@@ -247,7 +249,7 @@ class PlanRequest:
 
         Raises ConfigError for limits that hold no request of the workload, or more tokens than the model's context.
         """
-        longest = self.workload.prompt_lengths.longest + self.workload.longest_response
+        longest = self.workload.longest_prompt + self.workload.longest_response
         limits = (self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)).holding(longest)
         if self.remedies.router_replay:
             limits = replace(limits, enable_return_routed_experts=True)

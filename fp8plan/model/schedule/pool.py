@@ -108,7 +108,7 @@ class Pool:
     """The blocks that the scheduler hands out. `free` counts those that are left.
 
     Free blocks without a hash are only counted, and handed out first. The others are evicted in the order in which they
-    came free. Requests find the full blocks of their prompt, and their own ones when they resume.
+    came free. Requests find the full blocks of their prompt, and their own ones when they resume or go on with a turn.
 
     A request that decodes is steady from `start` to `stop`: each step computes one token. It is looked at only in the
     steps in which its blocks change.
@@ -126,8 +126,7 @@ class Pool:
         requests, size = len(prompts), groups[0].block_size
         self.free = num_blocks
         self.changes = 0  # counted, so that no admission is tried again without one
-        self.hit_freed_blocks = False
-        self.missed_evicted = False  # true once a look-up came upon an evicted block
+        self.hit_freed_blocks = self.missed_evicted = False  # true once a look-up came upon a freed or evicted block
         self.shared_prefix = 0  # tokens of one group's longer hit in the last look-up; 0: none
         self._clean = num_blocks  # free blocks without a hash
         self._queue = OrderedDict[Block, None]()  # the other free blocks, the one that is evicted next at first
@@ -135,7 +134,7 @@ class Pool:
         self._caps = [admission_cap(group, limits) for group in groups]
         self._tables = [[Table() for _ in prompts] for _ in groups]
         self._prompts, self._prompt_ids = prompts, prompt_ids
-        self._full_prompts = [prompt // size for prompt in prompts]  # full blocks
+        self._full_prompts = [prompt // size for prompt in prompts]  # full blocks of the first turn's prompt
         # By group and content: the blocks that can be found, oldest first.
         self._copies = [defaultdict[tuple[int, int], list[Block]](list) for _ in groups]
         self._junction = [0] * requests  # tokens of another group's longer hit; 0: none
@@ -158,6 +157,7 @@ class Pool:
         self._since = [-1] * requests  # the step in which it became steady
         self._in_flight = [0] * requests  # its tokens in flight in that step
         self._calendar = defaultdict[int, list[int]](list)  # step -> steady requests; outdated where _event differs
+        self._admitted = [0] * requests  # grows with each admission
         self._event = [-1] * requests  # the next step in which a steady request's blocks may change
 
     def begin_step(self, step: int) -> None:
@@ -165,6 +165,10 @@ class Pool:
         if self._new_states:
             self.changes += 1  # a request that hit them may be admitted now
             self._new_states.clear()
+
+    def begin_turn(self, request: int, prompt: int) -> None:
+        """Note the tokens of a trajectory's prompt in its next turn. What it shares stays the first turn's prompt."""
+        self._prompts[request] = prompt
 
     # Blocks of a request
 
@@ -303,6 +307,7 @@ class Pool:
             table.blocks = [None] * table.start
             table.blocks += blocks
         self.changes += 1
+        self._admitted[request] = self.changes
 
     def _hit_blocks(self, request: int, hit: int) -> list[list[Block]]:
         """The blocks that each group needs of the last look-up's hit."""
@@ -343,8 +348,7 @@ class Pool:
         """The oldest findable block with the content of a request's block; None if there is none."""
         copies = self._same(at, request, number)
         while copies and copies[0].evicted:
-            if number < self._full_prompts[request] or at in self._states:
-                self.missed_evicted = True
+            self.missed_evicted = True
             del copies[0]
         return copies[0] if copies else None
 
@@ -385,7 +389,8 @@ class Pool:
 
     def due(self, step: int) -> list[int]:
         """The steady requests whose blocks may change in a step, in order of admission."""
-        return sorted({request for request in self._calendar.get(step, ()) if self._event[request] == step})
+        due = {request for request in self._calendar.get(step, ()) if self._event[request] == step}
+        return sorted(due, key=self._admitted.__getitem__)
 
     def takes(self, step: int) -> int:
         """The new blocks that all steady requests together need in a step."""

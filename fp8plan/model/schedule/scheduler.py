@@ -1,4 +1,4 @@
-"""A simulation of the steps of vLLM V1's scheduler, for a finite batch of requests that all wait at the start.
+"""A simulation of the steps of vLLM V1's scheduler, for a finite batch of requests or of trajectories with turns.
 
 The policy is first come first served (vllm/v1/core/sched/scheduler.py). tests/model/schedule/test_scheduler.py checks
 it against the real class. A step serves the running requests in admission order: one token each, or a chunk of their
@@ -6,9 +6,9 @@ prefill. A request that finds no free block preempts the last running request, p
 preempted, waiting requests are admitted while slots, token budget and blocks last. A preempted request goes to the head
 of the queue. It recomputes the tokens that the prefix cache has lost.
 
-No decision depends on how long a step takes, so the schedule is found first, in steps, and timed afterwards.
-Between two events (a finish, an admission, a full pool) every running request gains one token a step, so a
-run of steps is one row. Counts are exact, not approximated.
+Without turns no decision depends on how long a step takes, so the schedule is found first and timed afterwards. With
+turns a clock decides by the seconds of each step what arrives when (loop.py). Between two events (a finish, an arrival,
+an admission, a full pool) every running request gains one token a step, so a run of steps is one row. Counts are exact.
 
 Not modelled are priorities and LoRA. Nor is the one step more that asynchronous scheduling serves a response which ends
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
@@ -16,7 +16,7 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
 than half a second. `State` in state.py is the reference, which serves where there is no compiler. It is
-hundreds of times slower.
+hundreds of times slower. Turns have the reference alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,24 +39,9 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
-
-COLUMNS = (  # of a Schedule, in the order of c/state.h
-    "steps",  # alike steps in this row
-    "decode_requests",  # requests that get one token in each step
-    "decode_kv_tokens",  # KV tokens they read in the row's first step, summed; grows by decode_requests a step
-    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
-    "running",
-    "waiting",
-    "used_blocks",  # while the last step of the row runs
-    "preemptions",  # in this row, or in a step without tokens before it, which costs nothing and has no row
-    "finished",
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",  # that decode, or whose prefill ends here
-    "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
-)
+from fp8plan.model.schedule.loop import StepClock, check_turns
+from fp8plan.model.schedule.rows import COLUMNS, TURN_COLUMNS
+from fp8plan.model.turns import TurnTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of COLUMNS."""
+    """The actions of the engine in order: arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS.
+
+    With turns, each turn is a request of its own in the columns, and `requests` and `ended` are of trajectories.
+    """
 
     steps: IntArray
     decode_requests: IntArray
@@ -90,7 +78,10 @@ class Schedule:
     used_blocks: IntArray
     preemptions: IntArray
     finished: IntArray
-    prompt_tokens: int  # in all requests
+    away: IntArray
+    again_tokens: IntArray
+    idle_s: FloatArray
+    prompt_tokens: int  # in all requests; of trajectories, in their first turns
     requests: int
     num_blocks: int  # size of the pool that it was made for
     groups: tuple[Spec, ...]  # the groups that shared the pool
@@ -102,11 +93,12 @@ class Schedule:
     ended: IntArray | None = None  # the row that ended each request, shape (requests,); None with `sampled`
     gained: float = 1.0  # tokens that a decoding request gains in a step
     queries: int = 1  # tokens that it computes in a step
+    timed: bool = False  # the seconds of steps decided what arrived when
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
-        """True if a pool of that size, shared by these groups, is known to give this very schedule."""
+        """True if a pool of that size, shared by these groups, is known to give this very schedule on any engine."""
         enough = self.blocks_wanted is not None and num_blocks >= self.blocks_wanted
-        return groups == self.groups and (num_blocks == self.num_blocks or enough)
+        return not self.timed and groups == self.groups and (num_blocks == self.num_blocks or enough)
 
     @property
     def weights(self) -> IntArray | FloatArray:
@@ -138,30 +130,39 @@ def schedule(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
+    turns: TurnTable | None,
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int = 2**62,
     groups: tuple[Spec, ...] = (),
     rules: CacheRules = OF_0_30,
+    clock: StepClock | None = None,
+    concurrent: int | None = None,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
 
     prompts, responses: tokens per request, shape (requests,), all at least 1, in order of arrival
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
+    turns:              of the requests, which are trajectories then; None: one turn each, and all wait at the start
     num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
     longest_run:        most steps in one row; 1 gives a row per step
     groups:             specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full
                         attention, with limits.block_size
     rules:              of the prefix cache of windows and states
+    clock:              gives the seconds of a step; needed with turns, and not used without
+    concurrent:         most trajectories at once; the next one begins when one ends. None: all begin at the start
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
-    groups whose prefix caching is not modelled.
+    groups whose prefix caching is not modelled, and for turns that are malformed, drop tokens or come without a clock.
     """
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
-    least_pool = _check_fits(prompts, responses, num_blocks, limits, groups)
-    work = prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules
-    made = run_compiled(*work) or run_reference(*work)
+    if turns is not None or concurrent is not None:
+        check_turns(turns, responses, clock, concurrent)
+    added = responses if turns is None else turns.added
+    least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
+    work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
+    made = run_compiled(*work) or run_reference(*work, clock, concurrent)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
@@ -170,10 +171,8 @@ def schedule(
         groups=groups,
         blocks_wanted=None if made.pool_mattered else max(num_blocks - made.least_free, least_pool),
         windows=made.windows,
-        sampled=None,
         ended=made.ended,
-        gained=1.0,
-        queries=1,
+        timed=turns is not None,
     )
 
 
@@ -185,14 +184,14 @@ TOO_FEW_BLOCKS = -2
 class Run(NamedTuple):
     """A simulated batch.
 
-    columns:       int64 arrays of shape (rows,), one for each name of COLUMNS
+    columns:       arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS
     windows:       as in Schedule
     ended:         the row that ended each request, shape (requests,)
     least_free:    fewest free blocks, also of those that an admission needed
     hits_mattered: a waiting request found too few blocks, or freed ones, or missed evicted ones
     """
 
-    columns: dict[str, IntArray]
+    columns: dict[str, Any]
     windows: tuple[WindowReads, ...]
     ended: IntArray
     least_free: int
@@ -212,15 +211,16 @@ def run_compiled(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
+    turns: TurnTable | None,
     num_blocks: int,
     limits: EngineLimits,
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
 ) -> Run | None:
-    """Simulate in C. None where it is not compiled, or finds no memory. longest: most steps in one row"""
+    """Simulate in C. None with turns, where it is not compiled, or finds no memory. longest: most steps in one row"""
     library = compiled()
-    if library is None:
+    if library is None or turns is not None:
         return None
     windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
     specs = [
@@ -261,7 +261,8 @@ def run_compiled(
         return None
     table = np.empty((len(COLUMNS) + 3 * len(windows), made), dtype=np.int64)
     library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
-    columns = dict(zip(COLUMNS, table, strict=False))
+    nothing = {name: np.zeros(made, dtype=kind) for name, kind in TURN_COLUMNS.items()}
+    columns = dict(zip(COLUMNS, table, strict=False)) | nothing
     reads = [table[at : at + 3] for at in range(len(COLUMNS), len(table), 3)]
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
@@ -304,28 +305,26 @@ def run_reference(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
+    turns: TurnTable | None,
     num_blocks: int,
     limits: EngineLimits,
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
+    clock: StepClock | None = None,
+    concurrent: int | None = None,
 ) -> Run:
-    """Simulate with `State`. longest: most steps in one row"""
-    from fp8plan.model.schedule.holders import HoldersWaitPool
-    from fp8plan.model.schedule.pool import Pool
+    """Simulate with `State`. longest: most steps in one row. clock, concurrent: as in `schedule`, with turns"""
+    from fp8plan.model.schedule.holders import pool_of
     from fp8plan.model.schedule.state import State
 
-    kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
-    pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
-    state = State(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
+    pool = pool_of(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
+    table = TurnTable.single(responses) if turns is None else turns
+    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock, concurrent or len(prompts))
     state.run(longest)
-    columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in COLUMNS}
-    tables = [np.array(rows, dtype=np.int64).reshape(-1, 3).T for rows in state.window_rows]
-    windows = tuple(
-        WindowReads(window.kind, window.window, *table) for window, table in zip(state.windows, tables, strict=True)
-    )
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
-    return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)
+    ended = np.array(state.ended, dtype=np.int64)
+    return Run(state.rows.columns(), state.rows.windows(), ended, state.least_free, mattered)
 
 
 def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
@@ -352,16 +351,16 @@ def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
         )
 
 
-def _check_fits(
-    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]
-) -> int:
+def _check_fits(tokens: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]) -> int:
     """The blocks of the smallest pool that vLLM would start with (`max_memory_usage_bytes`).
+
+    tokens: prompt and all that is added to it, of each request
 
     Raises CapacityError if the pool has fewer.
     """
-    if not len(prompts):
+    if not len(tokens):
         return 0
-    longest = int((prompts + responses).max()) - 1  # the last token is never read back
+    longest = int(tokens.max()) - 1  # the last token is never read back
     needed = 0
     for group in groups:
         cap, blocks = admission_cap(group, limits), -(-longest // group.block_size)

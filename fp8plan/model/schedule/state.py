@@ -4,16 +4,23 @@ Blocks may come free while requests decode, when they leave a window. Several re
 prefix caching, a model with states is prefilled in whole blocks (`_mamba_block_aligned_split` in
 vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then even a decoding request may get
 no token in a step.
+
+A trajectory of several turns is one entry for all of them, which waits, runs and finishes once for each turn. Its
+tokens only grow, so its next turn finds the blocks of the turns before, unless they are evicted.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.loop import Loop, StepClock
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
-from fp8plan.model.schedule.windows import pairs_read, tokens_read
-
-Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
+from fp8plan.model.schedule.rows import Chunk, Rows
+from fp8plan.model.schedule.trajectories import Trajectories
+from fp8plan.model.turns import TurnTable
 
 
 class State:
@@ -27,16 +34,24 @@ class State:
     def __init__(
         self,
         prompts: list[int],
-        responses: list[int],
+        turns: TurnTable,
         pool: Pool,
         groups: tuple[Spec, ...],
         limits: EngineLimits,
         rules: CacheRules,
+        clock: StepClock | None,
+        concurrent: int,
     ) -> None:
+        """clock: None if no request arrives later than at the start. concurrent: most trajectories at once"""
         requests = len(prompts)
         self.pool, self.num_blocks = pool, pool.free
-        self.prompts = prompts
-        self.final = [p + r - 1 for p, r in zip(prompts, responses, strict=True)]  # tokens computed at the end
+        self.loop = Loop(int(limits.async_scheduling), clock)
+        self.trajectories = Trajectories(turns, concurrent, self.loop)
+        self.prompts = prompts  # of the turn
+        # Tokens computed at the end of the turn.
+        self.final = [prompt + self.trajectories.generated(at) - 1 for at, prompt in enumerate(prompts)]
+        self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
+        self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.reserve_full_prompt = limits.scheduler_reserve_full_isl
         self.lag = int(limits.async_scheduling)
@@ -47,10 +62,9 @@ class State:
         self.leaves_one = int(rules.leaves_one)
         self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
         self.retain_all = rules.retain_all
-        self.windows = list({(group.kind, group.window): group for group in groups if group.window}.values())
         self.now = 0
-        self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
-        self.running: list[int] = []  # in order of admission, which is the order of arrival; includes `leaving`
+        self.queue = deque(reversed(range(self.trajectories.begun)))  # the waiting requests; the head is the last entry
+        self.running: list[int] = []  # in order of admission; includes `leaving`
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.offset: dict[int, int] = {}  # of the steady requests
         self.steady_from = [0] * requests
@@ -67,21 +81,39 @@ class State:
         self.least_free = pool.free
         self.preemptions = 0  # number since the last row
         self.lost = 0  # tokens that the preempted requests had computed
-        self.rows: list[dict[str, int]] = []  # by the names of COLUMNS
-        # By window and row: the columns of a WindowReads.
-        self.window_rows: list[list[tuple[int, int, int]]] = [[] for _ in self.windows]
-        self.ended = [0] * requests  # the row that ended each request
+        self.again = 0  # tokens of earlier turns that the prefix cache had lost, since the last row
+        self.rows = Rows(groups)
+        self.ended = [0] * requests  # the row that ended each request, or the last turn of a trajectory
 
     def run(self, longest: int) -> None:
         """Advance to the end. longest: most steps in one row"""
-        while self.queue or self.running:
+        while self.queue or self.running or self.loop.awaits:
+            self._arrive()
             if self.offset and len(self.offset) + len(self.leaving) == len(self.running):
                 self._decode(longest)
             else:
                 self._step()
 
+    def _arrive(self) -> None:
+        """Let the requests join the queue that the next step sees."""
+        if not self.queue and not self.running:
+            self.loop.wait()
+        for request in self.loop.take_arrived():
+            if self.trajectories.is_away(request):
+                self._begin_next_turn(request)
+            self.queue.appendleft(request)
+
+    def _begin_next_turn(self, request: int) -> None:
+        """Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far."""
+        computed = self.final[request]
+        prompt = computed + 1 + self.trajectories.next_turn(request)  # the last generated token was not computed
+        self.earlier[request] = computed // self.block_size * self.block_size
+        self.prompts[request] = self.length[request] = self.target[request] = prompt
+        self.final[request] = prompt + self.trajectories.generated(request) - 1
+        self.pool.begin_turn(request, prompt)
+
     def _decode(self, longest: int) -> None:
-        """Run steps until a request finishes or is admitted, while every decoding request is sure to find its blocks.
+        """Run steps until a request finishes, arrives or is admitted, while every decoding one is sure to find blocks.
 
         Without such a step, run one in which anything may happen.
         """
@@ -89,7 +121,9 @@ class State:
         if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
             self._step()
             return
-        wanted = min(longest, self._steps_to_finish())
+        tokens = sum(self.now + offset + 1 for offset in self.offset.values())
+        to_finish = min(longest, self._steps_to_finish())
+        wanted = self.loop.steps_to_arrival(to_finish, len(self.offset), tokens)
         while steps < wanted:
             pool.begin_step(self.now + steps)
             free, left = pool.free, pool.free - pool.takes(self.now + steps)  # if no block comes free in the step
@@ -239,6 +273,8 @@ class State:
             pool.admit(request, hit)
             pool.take(request, hit + tokens, self._has_checkpoint(request, hit, hit + tokens))
             cached += hit
+            self.again += max(self.earlier[request] - hit, 0)
+            self.earlier[request] = 0
             budget -= tokens
             self.computed[request] = hit
             self.target[request] = self.length[request]
@@ -361,21 +397,24 @@ class State:
     def _end(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], cached: int) -> None:
         """Record a row, advance, start decoding after a whole prefill, and release finished requests."""
         started = [(request, after) for request, _, after in chunks if after == self.target[request]]
-        served = bool(self.offset or chunks or again)
-        if served:
+        if self.offset or chunks or again:
             self._record(steps, free, chunks, again, len(started), cached)
+            self.loop.serve(self.rows.last)
+        else:
+            self.loop.skip()
         self.now += steps
         for request, computed in started + [(request, after) for request, _, after in again]:
             self._start_decoding(request, computed)
-        finished = sorted(r for r, offset in self.offset.items() if self.final[r] - offset <= self.now)
+        finished = [r for r in self.running if r in self.offset and self.final[r] - self.offset[r] <= self.now]
         for request in finished:
             if self.now > self.steady_from[request]:
                 self.hashed[request] = self.final[request] - self.lag
                 self.last_step[request] = self.now - 1
             self.computed[request] = self._stop_decoding(request)
             self.ended[request] = len(self.rows) - 1
+            self.trajectories.end_turn(request)
         if finished:
-            self.rows[-1]["finished"] = len(finished)
+            self.rows.last["finished"] = len(finished)
         gone = finished
         if self.lag:  # the scheduler knows of a finish one step later
             gone, self.leaving = self.leaving, finished
@@ -389,27 +428,18 @@ class State:
         """Record a row with no finished request. started: number of requests whose prefill ends in it"""
         context = [self.now + offset for offset in self.offset.values()]
         decoding = [(before, before + steps) for before in context] + [(before, after) for _, before, after in again]
-        row = {
+        counts: dict[str, Any] = {
             "steps": steps,
-            "decode_requests": len(decoding),
-            "decode_kv_tokens": sum(before + 1 for before, _ in decoding),
             "recomputed_tokens": self.lost,
             "running": len(self.running),
             "waiting": len(self.queue),
             "used_blocks": self.num_blocks - free,
             "preemptions": self.preemptions,
-            "finished": 0,
-            "prefill_tokens": sum(after - before for _, before, after in chunks),
-            "prefill_requests": len(chunks),
-            "prefill_kv_tokens": sum(after for _, _, after in chunks),
-            "prefill_pairs": sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
             "sampled_requests": started + len(decoding),
             "cached_tokens": cached,
+            "away": self.trajectories.away,
+            "again_tokens": self.again,
+            "idle_s": self.loop.take_idle(),
         }
-        self.rows.append(row)
-        for window, rows in zip(self.windows, self.window_rows, strict=True):
-            reads = sum(pairs_read(window, before, after) for before, after in decoding)
-            read = sum(tokens_read(window, before, after) for _, before, after in chunks)
-            pairs = sum(pairs_read(window, before, after) for _, before, after in chunks)
-            rows.append((reads, read, pairs))
-        self.preemptions = self.lost = 0
+        self.rows.add(decoding, chunks, counts)
+        self.preemptions = self.lost = self.again = 0

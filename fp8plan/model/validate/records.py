@@ -20,41 +20,79 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError, some
 from fp8plan.jsonl import TORN, lines, torn_note
 from fp8plan.model.cost.host import OWN
+from fp8plan.model.distributions import MOST_SECONDS, MOST_TOKENS, Distribution, Trace
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, check_inside
-from fp8plan.model.workload import MOST_TOKENS, SINGLE, Batch, Trace, Turns, Workload
+from fp8plan.model.trajectories import LoggedTurns
+from fp8plan.model.turns import TurnTable
+from fp8plan.model.workload import Batch, Workload
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
 
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
 OF_TOOLS: Final = "their seconds hold waits for tools and the prefill of their output, which predictions leave out"
+A_TURN: Final = "[generated, tool, wait_s], such as [300, 1200, 2.5], or null for a wait that is not known"
 # A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", "inside", *RECORDED)
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
-    """Requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths."""
+    """Requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths and turns."""
     prompts, responses = (_tokens(fields, name) for name in ("prompt_lengths", "response_lengths"))
     if len(prompts) != len(responses):
         raise ConfigError(f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths; allowed: as many of each")
+    turns = turns_of(fields)
     ids = fields.get("prompt_ids")
     if ids is None:
-        return Batch(prompts, responses, np.arange(len(prompts)))
+        return Batch(prompts, responses, np.arange(len(prompts)), turns)
     if len(ids) != len(prompts):
         raise ConfigError(f"{len(ids)} prompt_ids for {len(prompts)} requests; allowed: one per request")
-    return Batch(prompts, responses, np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64))
+    return Batch(prompts, responses, np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64), turns)
 
 
-def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
+def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
+    """The turns of a rollout record whose types were checked; None if it has none.
+
+    Raises ConfigError for impossible numbers, and for tokens that do not add up to the response lengths.
+    """
+    turns, responses = fields.get("turns"), fields["response_lengths"]
+    if turns is None:
+        return None
+    if len(turns) != len(responses):
+        counts = f"{len(turns)} turns, {len(responses)} response_lengths"
+        raise ConfigError(f"{counts}; allowed: a list of turns for each response")
+    for number, (trajectory, tokens) in enumerate(zip(turns, responses, strict=True), 1):
+        for generated, tool, wait_s in trajectory:
+            waits = wait_s is None or 0 <= wait_s <= MOST_SECONDS
+            if not (1 <= generated <= MOST_TOKENS and 0 <= tool <= MOST_TOKENS and waits):
+                raise ConfigError(f"a turn of response {number} is {[generated, tool, wait_s]}; allowed: {A_TURN}")
+        total = sum(turn[0] for turn in trajectory)
+        if total != tokens:
+            raise ConfigError(
+                f"response {number} has {total:,} tokens in its turns, {tokens:,} in response_lengths; allowed: equal"
+            )
+    return TurnTable.of(turns)
+
+
+def recorded_workload(
+    path: str | Path,
+    tool_s: Distribution | float | None = None,
+    concurrent: int | None = None,
+    reasoning_share: float = 0.0,
+) -> tuple[Workload, list[str]]:
     """Read the workload of the last rollout in a file of rollout records. Returns (workload, notes).
 
     The file is a Monitor's run file, the output of `fp8plan import`, or measured records. Seconds, model and GPU are
     not needed. Responses grow as a policy learns, so the last rollout is the best guess of the next.
 
-    Raises ConfigError, naming the line, for a file without a rollout, and for impossible lengths.
+    tool_s:                      seconds that a tool takes, where the record has turns without waits
+    concurrent, reasoning_share: as in Turns
+
+    Raises ConfigError, naming the line, for a file without a rollout, for impossible lengths, and for turns whose
+    waits are neither known nor given.
     """
     file = Path(path)
     read = list(lines(file, "file of rollout records"))
@@ -67,11 +105,11 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
             continue
         checked(fields, RolloutRecord, where)
         try:
-            workload, notes = workload_of(batch_of(fields), where)
-            workload = replace(workload, turns=turns_of(fields))
+            workload, notes = workload_of(batch_of(fields), where, tool_s, concurrent, reasoning_share)
+            unclear = unclear_of(fields)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        return workload, notes + torn
+        return workload, notes + ([f"{where}: {unclear}"] if unclear else []) + torn
     none = f"no line of {file} has prompt_lengths and response_lengths"
     if any(is_of_monitor(fields) for _, fields in whole):
         raise ConfigError(f"{none}: {NO_ROLLOUT}; give a run file that has them, or the output of `fp8plan import`")
@@ -81,21 +119,18 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
     )
 
 
-def turns_of(fields: Mapping[str, Any]) -> Turns:
-    """Tool output in a rollout record whose types were checked. Raises ConfigError for impossible numbers."""
-    responses = fields["response_lengths"]
-    tools, unclear = fields.get("tool_tokens") or [0] * len(responses), fields.get("unclear_responses") or 0
-    if len(tools) != len(responses):
-        raise ConfigError(f"{len(tools)} tool_tokens, {len(responses)} response_lengths; allowed: as many of each")
-    if wrong := [tokens for tokens in tools if not 0 <= tokens <= MOST_TOKENS]:
-        raise ConfigError(f"tool_tokens must be whole numbers, 0 to {MOST_TOKENS:,}; it has {wrong[0]}")
-    if not 0 <= unclear <= len(responses):
-        raise ConfigError(f"unclear_responses is {unclear}; allowed: 0 to {len(responses)}, the number of responses")
-    if not any(tools) and not unclear:
-        return SINGLE
-    whole = [tokens + tool for tokens, tool in zip(responses, tools, strict=True)]
-    several = sum(1 for tool in tools if tool) / len(tools)
-    return Turns(sum(tools) / sum(whole), several, unclear / len(tools), max(whole))
+def unclear_of(fields: Mapping[str, Any]) -> str:
+    """A sentence on the responses of a record whose turns are not known; "" without any.
+
+    Raises ConfigError for an impossible number of them.
+    """
+    unclear, responses = fields.get("unclear_responses") or 0, len(fields["response_lengths"])
+    if not 0 <= unclear <= responses:
+        raise ConfigError(f"unclear_responses is {unclear}; allowed: 0 to {responses}, the number of responses")
+    if not unclear:
+        return ""
+    share = f"{unclear / responses:.1%} of the responses"
+    return f"in {share} the log cannot tell tool output from generated tokens, so their lengths may count it"
 
 
 def is_of_monitor(fields: Mapping[str, Any]) -> bool:
@@ -103,11 +138,21 @@ def is_of_monitor(fields: Mapping[str, Any]) -> bool:
     return isinstance(fields.get("metrics"), Mapping)
 
 
-def workload_of(batch: Batch, source: str) -> tuple[Workload, list[str]]:
+def workload_of(
+    batch: Batch,
+    source: str,
+    tool_s: Distribution | float | None = None,
+    concurrent: int | None = None,
+    reasoning_share: float = 0.0,
+) -> tuple[Workload, list[str]]:
     """Turn requests into a workload in which every prompt has equally many samples. Returns (workload, notes).
 
     Prompts with unequally many, as after a lost response, are split into as few parts of equal size as possible. The
     parts share no prefix, and a note says so.
+
+    tool_s, concurrent, reasoning_share: as in `recorded_workload`
+
+    Raises ConfigError for these three beside requests of one turn, and as LoggedTurns does.
     """
     _, first, ids, counts = np.unique(batch.prompt_ids, return_index=True, return_inverse=True, return_counts=True)
     samples = math.gcd(*counts.tolist())
@@ -118,7 +163,14 @@ def workload_of(batch: Batch, source: str) -> tuple[Workload, list[str]]:
             f"{source}: its {len(counts)} prompts have {counts.min()} to {counts.max()} responses; planned as "
             f"{len(ids) // samples} prompts x {samples}, which share no prefix with each other"
         )
-    prompts, responses = (Trace(tuple(column[order].tolist()), source) for column in (batch.prompts, batch.responses))
+    prompts = Trace(tuple(batch.prompts[order].tolist()), source)
+    if batch.turns is not None:
+        turns = LoggedTurns(batch.turns.take(order), source, tool_s, concurrent, reasoning_share)
+        return Workload(len(ids) // samples, samples, prompts, turns=turns), notes
+    of_turns = {"--tool-s": tool_s, "--concurrent": concurrent, "--reasoning-share": reasoning_share or None}
+    if typed := [option for option, value in of_turns.items() if value is not None]:
+        raise ConfigError(f"{', '.join(typed)}: the responses have one turn each; leave it out")
+    responses = Trace(tuple(batch.responses[order].tolist()), source)
     return Workload(len(ids) // samples, samples, prompts, responses), notes
 
 
@@ -138,7 +190,6 @@ class Record:
     batch, limits: the requests and the engine; limits.num_gpu_blocks is set if the record imposes kv_cache_tokens
     seconds:       measured wall time
     group:         same workload, GPU and limits, whatever the precision and KV size
-    turns:         tool output in the responses
     fields:        the record as read, unknown keys included
     """
 
@@ -147,7 +198,6 @@ class Record:
     limits: EngineLimits
     seconds: float
     group: str
-    turns: Turns
     fields: dict[str, Any]
 
     @property
@@ -179,32 +229,32 @@ class Run(NamedTuple):
     without_rollout: the number of lines of steps without a rollout, which are not in `records`
     torn:            a note on a last line that breaks off, as in a run that is being written, or was killed
     first:           lines and steps of the first rollouts of an engine that are not in `records`
-    with_tools:      lines and steps of rollouts with tool output that are not in `records`
+    with_turns:      lines and steps of rollouts of several turns that are not in `records`
     """
 
     records: list[Record]
     without_rollout: int
     torn: str | None
     first: list[tuple[int, Any]]
-    with_tools: list[tuple[int, Any]]
+    with_turns: list[tuple[int, Any]]
 
     @property
     def notes(self) -> list[str]:
         """Sentences on the lines that were left out."""
-        lines = len(self.records) + self.without_rollout + len(self.first) + len(self.with_tools)
+        lines = len(self.records) + self.without_rollout + len(self.first) + len(self.with_turns)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
         sentences = [steps] if self.without_rollout else []
         if self.first:
             are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
-        if self.with_tools:
-            alone = len(self.with_tools) == 1
+        if self.with_turns:
+            alone = len(self.with_turns) == 1
             left_out = "is left out, as its responses have" if alone else "are left out, as their responses have"
-            sentences.append(f"{_steps(self.with_tools)} {left_out} tool output: {OF_TOOLS}")
-        if unclear := [(record.line, record.fields.get("step")) for record in self.records if record.turns != SINGLE]:
-            sentences.append(
-                f"{_steps(unclear)}: the log cannot tell if some tokens are tool output; they count as generated"
-            )
+            sentences.append(f"{_steps(self.with_turns)} {left_out} several turns: {OF_TOOLS}")
+        unclear = [record for record in self.records if record.fields.get("unclear_responses")]
+        if unclear:
+            steps = _steps([(record.line, record.fields.get("step")) for record in unclear])
+            sentences.append(f"{steps}: the log cannot tell if some tokens are tool output; they count as generated")
         return [*sentences, *([self.torn] if self.torn else [])]
 
 
@@ -217,13 +267,13 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
 
     The first rollout of an engine is left out unless `include_first`: it holds compilation and warm-up. It has the
     field `first_rollout`, or is found by `_begins` in a Monitor's records. Records that were measured one by one are
-    warm. Rollouts with tool output are left out, as predictions have no waits for tools.
+    warm. Rollouts of several turns are left out, as predictions have no waits for tools.
 
     Raises ConfigError naming the line and the field that cannot be used, and for a run of only such rollouts.
     """
     file = Path(path)
     records, without_rollout, torn = list[Record](), 0, None
-    first, with_tools = list[tuple[int, Any]](), list[tuple[int, Any]]()
+    first, with_turns = list[tuple[int, Any]](), list[tuple[int, Any]]()
     before: dict[str, Any] | None = None  # the Monitor's record before
     for number, fields in lines(file, "record file"):
         if fields is TORN:
@@ -241,13 +291,13 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
             first.append((number, fields.get("step")))
-        elif record.turns.tool_share:
-            with_tools.append((number, fields.get("step")))
+        elif record.batch.turns is not None:
+            with_turns.append((number, fields.get("step")))
         else:
             records.append(record)
-    if with_tools and not records:
+    if with_turns and not records:
         raise ConfigError(
-            f"{file} has no rollout to compare: there is tool output in {_steps(with_tools)}, and {OF_TOOLS}; give "
+            f"{file} has no rollout to compare: there are several turns in {_steps(with_turns)}, and {OF_TOOLS}; give "
             "rollouts of single turns"
         )
     if first and not records:
@@ -260,7 +310,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
         raise ConfigError(f"{file} has no records, only {steps}; {NO_ROLLOUT}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
-    return Run(records, without_rollout, torn, first, with_tools)
+    return Run(records, without_rollout, torn, first, with_turns)
 
 
 def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
@@ -283,11 +333,12 @@ def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
     check_fields(fields, where)
     try:
         caller_of(fields)
-        batch, seconds, turns = batch_of(fields), _seconds(fields), turns_of(fields)
+        unclear_of(fields)
+        batch, seconds = batch_of(fields), _seconds(fields)
         limits = recorded_limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return Record(number, batch, limits, seconds, _group(fields, batch, limits), turns, fields)
+    return Record(number, batch, limits, seconds, _group(fields, batch, limits), fields)
 
 
 def check_fields(fields: dict[str, Any], where: str) -> None:
@@ -325,7 +376,8 @@ def _seconds(fields: dict[str, Any]) -> float:
 
 def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     gpu = find_gpu(fields["gpu"]).name
-    same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch)]
+    same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch[:3])]
+    same += [column.tolist() for column in batch.turns or ()]
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []

@@ -10,6 +10,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import anchored
@@ -21,7 +22,7 @@ from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import Record, record_of
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 MODEL = "Qwen/Qwen3-0.6B"
 WORK = Workload(32, 8, Fixed(64), Fixed(512), 0)

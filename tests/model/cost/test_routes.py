@@ -11,15 +11,16 @@ from fp8plan import Workload, plan
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.routes import route_bytes
+from fp8plan.model.distributions import parse_distribution
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import Simulated, makespans, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import Batch, parse_lengths
+from fp8plan.model.workload import Batch
 
 QWEN = "Qwen/Qwen3-30B-A3B"
-SHORT = Workload(8, 2, parse_lengths("fixed:64", "prompt"), parse_lengths("fixed:64", "response"))
+SHORT = Workload(8, 2, parse_distribution("fixed:64", "prompt"), parse_distribution("fixed:64", "response"))
 
 
 # Layers, experts of a token and bytes of a number: vllm/.../routed_experts_capturer.py counts dense layers, too.

@@ -11,6 +11,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import REST_SD, WORKLOAD_SD, anchored, prior
@@ -24,7 +25,7 @@ from fp8plan.model.rl_step import WeightSync, changes_of, delta_bytes
 from fp8plan.model.rollout import Rollout, rollout
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 MODEL, OTHER, GPU, VERSION = "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "h100_sxm", "0.26.0"
 WORKLOAD = Workload(64, 1, Fixed(256), Fixed(400), 0)

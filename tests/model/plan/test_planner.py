@@ -22,6 +22,7 @@ import fp8plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
+from fp8plan.model.distributions import Fixed, LogNormal, Trace
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import candidates as evaluate
@@ -37,7 +38,7 @@ from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, Simulated, Timeline, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.version import DEFAULT_VERSION
 
 SMALL = "Qwen/Qwen3-0.6B"

@@ -12,12 +12,13 @@ from safetensors.numpy import save_file
 import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rl_step import SENDERS, Mode, StepTimes
 from fp8plan.model.weight_changes import TopK
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 WORK = Workload(16, 8, Fixed(200), LogNormal(600, 0.9, 3000))
 

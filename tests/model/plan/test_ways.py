@@ -10,6 +10,7 @@ import pytest
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
+from fp8plan.model.distributions import parse_distribution
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
@@ -17,10 +18,10 @@ from fp8plan.model.plan.ways import ENDS, Way, ways
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.workload import Workload, parse_lengths
+from fp8plan.model.workload import Workload
 
 EXPERTS, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
-WORK = Workload(16, 8, parse_lengths("fixed:256", "prompt"), parse_lengths("fixed:512", "response"))
+WORK = Workload(16, 8, parse_distribution("fixed:256", "prompt"), parse_distribution("fixed:512", "response"))
 
 
 @cache

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from fp8plan.model import rollout
+from fp8plan.model.distributions import Distribution, Fixed, LogNormal
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.schedule.scheduler import Schedule
-from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 LONG_TAILED = LogNormal(6000, 0.9, 20480)
 
@@ -44,7 +45,7 @@ def test_a_plan_simulates_no_more_than_this(
     gpu: str,
     gpus: int | None,
     prompts: int,
-    lengths: Lengths,
+    lengths: Distribution,
     most_schedules: int,
     most_requests: int,
     most_rows: int,

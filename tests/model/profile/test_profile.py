@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.calibrate.profile_of import BETWEEN_MODELS
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import (
@@ -36,7 +37,7 @@ from fp8plan.model.profile.profile import (
     VERSION_SD,
     Profile,
 )
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.version import DEFAULT_VERSION
 
 NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")

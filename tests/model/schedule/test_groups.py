@@ -75,7 +75,7 @@ def test_states_at_the_end_of_a_prompt_by_version(version: str, checkpoints: int
     groups = (Spec("full", 16), Spec("state", 16, checkpoints=checkpoints))
     for (length, samples), expected in zip(((39, 3), (48, 1)), prefilled, strict=True):
         prompts, ids = np.full(samples, length), np.zeros(samples, int)
-        plan = schedule(prompts, np.full(samples, 9), ids, 100, limits, 1, groups, CacheRules.of(version))
+        plan = schedule(prompts, np.full(samples, 9), ids, None, 100, limits, 1, groups, CacheRules.of(version))
         assert plan.prefill_tokens[: len(expected)].tolist() == expected
 
 
@@ -179,7 +179,7 @@ def test_no_block_comes_free_before_the_next_change(kind: CacheKind, window: int
 
 def one(groups: tuple[Spec, ...], pool: int, caching: bool, **settings: int | bool) -> Schedule:
     limits = replace(EngineLimits(async_scheduling=False, enable_prefix_caching=caching), **settings)  # type: ignore[arg-type]
-    return schedule(np.array([100]), np.array([61]), np.array([0]), pool, limits, 1, groups=groups)
+    return schedule(np.array([100]), np.array([61]), np.array([0]), None, pool, limits, 1, groups=groups)
 
 
 def test_a_window_frees_blocks_while_its_request_decodes() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fp8plan.model import rollout as rollouts
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
+from fp8plan.model.distributions import Fixed, LogNormal, Trace
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import candidates as evaluate
@@ -23,7 +24,7 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import Z90
 from fp8plan.model.schedule import sample
 from fp8plan.model.schedule.scheduler import Schedule, schedule
-from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
+from fp8plan.model.workload import Batch, Workload
 
 H200 = find_gpu("h200")
 LIMITS = EngineLimits(max_num_seqs=64)

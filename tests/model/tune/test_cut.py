@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import clocks, rollout, schedules
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.cut import beside, bias, cut_after, drawn, partial_rollouts
-from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
+from fp8plan.model.workload import Batch, Workload
 
 H200 = find_gpu("h200")
 PROFILE = load_profile(H200, "0.26.0")[0]

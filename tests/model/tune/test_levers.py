@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Fixed, LogNormal, Trace
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import power
 from fp8plan.model.plan.planner import predict
@@ -25,7 +26,7 @@ from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.speculation import Speculation, speculated
-from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
+from fp8plan.model.workload import Workload
 
 MODEL = "Qwen/Qwen3-0.6B"
 WORK = Workload(40, 16, Fixed(64), LogNormal(200, 0.9, 1500))

@@ -12,6 +12,7 @@ import pytest
 from installed_vllm import serve_parser
 
 from fp8plan.model.configs import bundled_configs
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.emit.vllm import precision_words, serve_command, vllm_env, vllm_kwargs
 from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.model.setup import EngineSetup
@@ -19,7 +20,7 @@ from fp8plan.model.tune.levers import FP8_PARTS, levers
 from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.scene import Scene
 from fp8plan.model.tune.search import search
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))
 

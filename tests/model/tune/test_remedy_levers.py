@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from fp8plan.model.distributions import Fixed
 from fp8plan.model.plan.choice import power
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.risk.expected import RiskBudget
@@ -15,7 +16,7 @@ from fp8plan.model.tune.levers import levers
 from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import search
-from fp8plan.model.workload import Fixed, Workload
+from fp8plan.model.workload import Workload
 
 EXPERTS, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
 WORK = Workload(16, 8, Fixed(256), Fixed(512))

@@ -11,6 +11,7 @@ from measured_families import shape_of
 
 import fp8plan
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits, capture_size_for
 from fp8plan.model.plan.choice import choose
@@ -23,7 +24,7 @@ from fp8plan.model.rollout import makespans, rollout, schedules
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Field, Grid, Tuned, search
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 SMALL, DENSE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"
 SHORT = Workload(75, 8, Fixed(64), Fixed(48))

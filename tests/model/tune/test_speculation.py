@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -32,7 +33,7 @@ from fp8plan.model.tune.speculation import (
     speculated,
     speculation_of,
 )
-from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
+from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import has
 
 MODEL, GPU, VERSION = "Qwen/Qwen3-8B", find_gpu("h200"), "0.26.0"

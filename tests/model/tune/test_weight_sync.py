@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.rl_step import StepTimes
@@ -15,7 +16,7 @@ from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.weight_sync import USUAL_RATE, sync_levers
 from fp8plan.model.weight_changes import TopK
-from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 
 MODEL = "Qwen/Qwen3-8B"

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import LogNormal
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import ROUTING, Validation, validate
-from fp8plan.model.workload import LogNormal, Workload
+from fp8plan.model.workload import Workload
 
 MODEL = "Qwen/Qwen3-0.6B"
 WORK = Workload(10, 6, LogNormal(40, 0.5, 90), LogNormal(120, 0.9, 600), seed=5)

@@ -13,6 +13,7 @@ from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.configs import find_config
+from fp8plan.model.distributions import PROMPT, RESPONSE, parse_distribution
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -20,7 +21,7 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, default_limits
-from fp8plan.model.workload import Workload, parse_lengths
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import installed
 
@@ -157,7 +158,8 @@ def _workload(row: Any, where: str) -> Workload:
     _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats", "warmup"}, where)
     if row.get("warmup", WARMUPS[0]) not in WARMUPS:
         raise ConfigError(f"{where} has warmup {row['warmup']!r}; allowed: {', '.join(WARMUPS)}")
-    prompts, responses = (parse_lengths(row[f"{kind}_lengths"], f"{kind}_length") for kind in ("prompt", "response"))
+    prompts = parse_distribution(row["prompt_lengths"], PROMPT)
+    responses = parse_distribution(row["response_lengths"], RESPONSE)
     return Workload(row["prompts"], row["samples"], prompts, responses, row.get("seed", 0))
 
 
@@ -167,7 +169,7 @@ def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLim
     limits = default_limits(find_gpu(setting["gpu"]), setting["source"], **imposed)
     if (tokens := setting.get("kv_cache_tokens")) is not None:
         limits = replace(limits, num_gpu_blocks=tokens // limits.block_size - 1)  # as `validate` reads the record
-    return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
+    return limits.holding(max(w.longest_prompt + w.longest_response for w in workloads))
 
 
 def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options: Options) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.cost.host import OWN
+from fp8plan.model.distributions import MOST_TOKENS
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import MOST_TOKENS, Batch
+from fp8plan.model.workload import Batch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 # A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
@@ -213,8 +214,11 @@ class Observation:
     @property
     def batch(self) -> Batch:
         ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
-        columns = (self.prompt_lengths, self.response_lengths, np.unique(list(ids), return_inverse=True)[1])
-        return Batch(*(np.asarray(column, dtype=np.int64) for column in columns))
+        return Batch(
+            np.asarray(self.prompt_lengths, dtype=np.int64),
+            np.asarray(self.response_lengths, dtype=np.int64),
+            np.unique(list(ids), return_inverse=True)[1].astype(np.int64),
+        )
 
 
 def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
+from fp8plan.model.distributions import Fixed, LogNormal, Trace
+from fp8plan.model.workload import Batch, Workload
 from fp8plan.runtime.apply.fleet.rollouts import Requests
 from fp8plan.runtime.apply.fleet.routing import (
     BOUND,
@@ -131,7 +132,7 @@ def test_the_oldest_lengths_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_an_unseen_prompt_gets_the_plans_mean(lengths: Fixed | LogNormal | Trace, mean: float) -> None:
     work = Workload(2, 1, Fixed(8), lengths)
-    described = {"response_lengths": lengths.describe(), "max_response_tokens": work.response_lengths.longest}
+    described = {"response_lengths": lengths.describe(), "max_response_tokens": work.longest_response}
     assert mean_response(described) == mean
 
 

@@ -1,0 +1,157 @@
+"""The loop of vLLM's engine over time: when steps are scheduled, begin and end, and what has arrived by then.
+
+vllm/v1/engine/core.py takes all requests that have arrived, and then schedules a step. `step` waits for the end of that
+step. With asynchronous scheduling, `step_with_batch_queue` schedules the next step while one runs. So step j is
+scheduled when step j-2 has ended. An engine without a request waits for the next arrival.
+
+A step takes the time of the model on the GPU and nothing else. A client knows of the end of a turn at once.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol
+
+from fp8plan.checks import whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.cost.base import IntArray
+from fp8plan.model.turns import TurnTable
+
+
+class StepClock(Protocol):
+    """The seconds that a step takes."""
+
+    def seconds(
+        self,
+        decode_requests: int,
+        decode_kv_tokens: int,
+        prefill_tokens: int,
+        prefill_requests: int,
+        prefill_kv_tokens: int,
+        prefill_pairs: int,
+        sampled_requests: int,
+    ) -> float:
+        """Seconds above 0, from the columns of a Schedule for one step."""
+        ...
+
+
+CLOCKED = (  # columns of a Schedule, in the order of `StepClock.seconds`
+    "decode_requests",
+    "decode_kv_tokens",
+    "prefill_tokens",
+    "prefill_requests",
+    "prefill_kv_tokens",
+    "prefill_pairs",
+    "sampled_requests",
+)
+
+
+def check_turns(turns: TurnTable | None, responses: IntArray, clock: StepClock | None, concurrent: int | None) -> None:
+    """Raise ConfigError for turns that are malformed, and for what is not simulated. Arguments as in `schedule`."""
+    if turns is None:
+        raise ConfigError(f"concurrent is {concurrent!r} for a batch without turns; allowed: None")
+    turns.check(responses)
+    if turns.dropped.any():
+        raise ConfigError(
+            "the next prompt leaves out tokens of a turn (dropped), which the scheduler does not simulate; "
+            "allowed: dropped = 0 for every turn"
+        )
+    if clock is None:
+        raise ConfigError("a batch with turns needs the seconds of each step; give clock")
+    if concurrent is not None:
+        whole("concurrent", concurrent, otherwise=", or None")
+
+
+class Times(NamedTuple):
+    """Seconds since the start: when the last step was scheduled, and when the last two steps ended."""
+
+    scheduled: float = 0.0
+    ended_before: float = 0.0
+    ended: float = 0.0
+
+    def next_scheduled(self, lag: int) -> float:
+        """The time at which the next step is scheduled. lag: 1 with asynchronous scheduling, else 0"""
+        return max(self.ended_before if lag else self.ended, self.scheduled)
+
+    def after(self, seconds: float, lag: int) -> Times:
+        """The times after a step of so many seconds."""
+        scheduled = self.next_scheduled(lag)
+        return Times(scheduled, self.ended, max(self.ended, scheduled) + seconds)
+
+
+class Loop:
+    """The times of the steps so far, and the trajectories whose next request is still to arrive.
+
+    Without a clock no time passes: then all requests wait at the start.
+    """
+
+    def __init__(self, lag: int, clock: StepClock | None) -> None:
+        self._lag, self._clock = lag, clock
+        self._times = Times()
+        self._idle_s = 0.0
+        self._arrivals: list[tuple[float, int]] = []  # a heap of (seconds, trajectory)
+
+    @property
+    def awaits(self) -> bool:
+        """True if a request is still to arrive."""
+        return bool(self._arrivals)
+
+    def expect(self, wait_s: float, trajectory: int) -> None:
+        """Let a trajectory's next request arrive `wait_s` after the end of the last step."""
+        heappush(self._arrivals, (self._times.ended + wait_s, trajectory))
+
+    def take_arrived(self) -> list[int]:
+        """The trajectories whose requests the next step sees, in order of arrival, then of number."""
+        arrived = []
+        while self._sees_arrival(self._times):
+            arrived.append(heappop(self._arrivals)[1])
+        return arrived
+
+    def wait(self) -> None:
+        """Let an engine without a request wait for the next arrival."""
+        arrival = self._arrivals[0][0]
+        self._idle_s += max(arrival - self._times.ended, 0.0)
+        self._times = self._times._replace(scheduled=max(arrival, self._times.scheduled))
+
+    def take_idle(self) -> float:
+        """The seconds that the engine has waited since this was asked."""
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
+
+    def skip(self) -> None:
+        """Pass a step that serves nobody, which takes no time."""
+        self._times = self._times.after(0.0, self._lag)
+
+    def serve(self, row: dict[str, int]) -> None:
+        """Pass the steps of a row. Raises ConfigError if the clock gives no time for one.
+
+        row: columns of a Schedule by name
+        """
+        if self._clock is None:
+            return
+        requests, tokens, *prefill = (row[name] for name in CLOCKED)
+        for step in range(row["steps"]):
+            seconds = self._clock.seconds(requests, tokens + step * requests, *prefill)
+            times = self._times.after(seconds, self._lag)
+            if not times.ended > max(self._times.ended, times.scheduled):
+                raise ConfigError(f"the clock gives {seconds} s for a step; allowed: above 0")
+            self._times = times
+
+    def steps_to_arrival(self, most: int, requests: int, tokens: int) -> int:
+        """Steps in which only requests decode, up to one before a step that sees an arrival, at most `most`.
+
+        requests: that decode in each step
+        tokens:   KV tokens that they read in the first step
+        """
+        if self._clock is None or not self._arrivals:
+            return most
+        times = self._times
+        for step in range(most):
+            seconds = self._clock.seconds(requests, tokens + step * requests, 0, 0, 0, 0, requests)
+            times = times.after(seconds, self._lag)
+            if self._sees_arrival(times):
+                return step + 1
+        return most
+
+    def _sees_arrival(self, times: Times) -> bool:
+        return bool(self._arrivals) and self._arrivals[0][0] <= times.next_scheduled(self._lag)

@@ -1,0 +1,187 @@
+"""Trajectories of turns in a workload: as a user describes them, or as they were logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8plan.checks import is_number, whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import (
+    LENGTHS,
+    SECONDS,
+    TURNS,
+    Distribution,
+    Quantity,
+    distribution_of,
+    parse_distribution,
+)
+from fp8plan.model.turns import TurnTable
+from fp8plan.options import TURNS as PANEL
+from fp8plan.options import Option, group_of
+
+# Field of Turns -> its quantity.
+QUANTITIES: Final[dict[str, Quantity]] = {
+    "turns": TURNS, "turn_tokens": LENGTHS, "tool_tokens": LENGTHS, "tool_s": SECONDS,
+}  # fmt: skip
+NEEDED: Final = "none: needed with --turns"
+WAITS: Final = "fixed:2 or lognormal:mean=2,sigma=1,max=60"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Turns:
+    """Trajectories whose turns are drawn: an engine generates, a tool answers, and the engine goes on with all of it.
+
+    turns:           number of turns in each trajectory
+    turn_tokens:     tokens that the engine generates in a turn
+    tool_tokens:     tokens that a tool, or a user, adds between two turns
+    tool_s:          seconds from the end of a turn to the next request
+    concurrent:      trajectories that run at once; None: all of them
+    reasoning_share: share of each answer that the chat template drops from the next prompts, from the start of it
+
+    Each of the first four is a number for all, Fixed, LogNormal or Trace.
+    """
+
+    turns: Annotated[Distribution, Option(PANEL, "number of turns: 8, or as lengths", "one", kind=str)]
+    turn_tokens: Annotated[Distribution, Option(PANEL, "generated in a turn, as lengths", NEEDED, kind=str)]
+    tool_tokens: Annotated[Distribution, Option(PANEL, "that a tool adds between turns", NEEDED, kind=str)]
+    tool_s: Annotated[
+        Distribution, Option(PANEL, f"seconds that a tool takes: {WAITS}; also of a --workload", NEEDED, kind=str)
+    ]
+    concurrent: Annotated[
+        int | None, Option(PANEL, "trajectories that run at once; also of a --workload", "all of them")
+    ]
+    reasoning_share: Annotated[
+        float, Option(PANEL, "of each answer, dropped by the chat template; also of a --workload", "0")
+    ]
+
+    def __init__(
+        self,
+        turns: Distribution | int,
+        turn_tokens: Distribution | int,
+        tool_tokens: Distribution | int,
+        tool_s: Distribution | float,
+        concurrent: int | None = None,
+        reasoning_share: float = 0.0,
+    ) -> None:
+        """Raises ConfigError for a number that its quantity does not have."""
+        described = {"turns": turns, "turn_tokens": turn_tokens, "tool_tokens": tool_tokens, "tool_s": tool_s}
+        for name, value in described.items():
+            object.__setattr__(self, name, distribution_of(name, value, QUANTITIES[name]))
+        object.__setattr__(self, "concurrent", _concurrent(concurrent))
+        object.__setattr__(self, "reasoning_share", _share(reasoning_share))
+
+    @property
+    def most_turns(self) -> int:
+        """Turns of the longest trajectory that can be drawn."""
+        return int(self.turns.largest)
+
+    def describe(self) -> dict[str, Any]:
+        """The description as plain data."""
+        described = {name: getattr(self, name).describe(quantity.unit) for name, quantity in QUANTITIES.items()}
+        return described | {"concurrent": self.concurrent, "reasoning_share": self.reasoning_share}
+
+    def draw(self, count: int, rng: np.random.Generator) -> TurnTable:
+        """The turns of `count` trajectories, independent of each other."""
+        first = np.append(0, np.cumsum(self.turns.draw(count, rng, TURNS)))
+        turns = int(first[-1])
+        generated = self.turn_tokens.draw(turns, rng, LENGTHS)
+        tool = self.tool_tokens.draw(turns, rng, LENGTHS)
+        wait_s = self.tool_s.draw(turns, rng, SECONDS)
+        return TurnTable(first, generated, tool, wait_s, _dropped(generated, self.reasoning_share)).ended()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoggedTurns:
+    """Trajectories that were observed, each with all its turns: used in order if `count` equals their number, else
+    drawn with replacement. Equal only to itself.
+
+    table:   the trajectories, without dropped tokens
+    source:  the file and line that they are from
+    tool_s:  seconds of the waits that the log does not have; None: it has all
+    concurrent, reasoning_share: as in Turns
+
+    Raises ConfigError for waits that are neither known nor given, and for ones that are both.
+    """
+
+    table: TurnTable
+    source: str
+    tool_s: Distribution | float | None = None
+    concurrent: int | None = None
+    reasoning_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "concurrent", _concurrent(self.concurrent))
+        object.__setattr__(self, "reasoning_share", _share(self.reasoning_share))
+        unknown = bool(np.isnan(self.table.wait_s).any())
+        if self.tool_s is None and unknown:
+            raise ConfigError(f"the log does not say how long the tools took; give --tool-s {WAITS} (tool_s)")
+        if self.tool_s is None:
+            return
+        if not unknown:
+            raise ConfigError(f"tool_s is {self.tool_s!r}, and the log says how long tools took; leave it out")
+        object.__setattr__(self, "tool_s", distribution_of("tool_s", self.tool_s, SECONDS))
+
+    @property
+    def most_turns(self) -> int:
+        """Turns of the longest trajectory."""
+        return int(np.diff(self.table.first).max())
+
+    def describe(self) -> dict[str, Any]:
+        """The description as plain data."""
+        described: dict[str, Any] = {"kind": "trace", "source": self.source, "rows": len(self.table.first) - 1}
+        if isinstance(self.tool_s, Distribution):
+            described["tool_s"] = self.tool_s.describe(SECONDS.unit)
+        return described | {"concurrent": self.concurrent, "reasoning_share": self.reasoning_share}
+
+    def draw(self, count: int, rng: np.random.Generator) -> TurnTable:
+        """The turns of `count` trajectories."""
+        table, trajectories = self.table, len(self.table.first) - 1
+        if count != trajectories:
+            table = table.take(rng.integers(trajectories, size=count))
+        wait_s, unknown = table.wait_s.copy(), np.isnan(table.wait_s)
+        if isinstance(self.tool_s, Distribution):
+            wait_s[unknown] = self.tool_s.draw(int(unknown.sum()), rng, SECONDS)
+        dropped = _dropped(table.generated, self.reasoning_share)
+        return table._replace(wait_s=wait_s, dropped=dropped).ended()
+
+
+TURN_OPTIONS: Final = group_of(Turns)
+
+
+def parse_turns(typed: Mapping[str, Any]) -> Turns:
+    """The trajectories that the command line describes. typed: field of Turns -> the value of its option
+
+    Raises ConfigError for options that are missing, and as `parse_distribution` and Turns do.
+    """
+    missing = [f"--{name.replace('_', '-')}" for name in QUANTITIES if name not in typed]
+    if missing:
+        raise ConfigError(
+            f"turns need {', '.join(missing)}, too; type: --turns 8 --turn-tokens fixed:400 --tool-tokens "
+            "lognormal:mean=600,sigma=1,max=4000 --tool-s lognormal:mean=2,sigma=1,max=60"
+        )
+    words = dict(typed)
+    if words["turns"].isdigit():
+        words["turns"] = f"fixed:{words['turns']}"
+    parsed = {name: parse_distribution(words[name], name, quantity) for name, quantity in QUANTITIES.items()}
+    return Turns(**words | parsed)
+
+
+def _concurrent(value: Any) -> int | None:
+    return None if value is None else whole("concurrent", value, otherwise=", or None for all trajectories")
+
+
+def _share(value: Any) -> float:
+    if not is_number(value) or not 0 <= value < 1:
+        raise ConfigError(f"reasoning_share is {value!r}; allowed: a share of each answer, from 0 to below 1")
+    return float(value)
+
+
+def _dropped(generated: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+    """The first tokens of each answer that later prompts leave out. At least one token stays."""
+    dropped: NDArray[np.int64] = np.minimum(np.rint(share * generated), generated - 1).astype(np.int64)
+    return dropped

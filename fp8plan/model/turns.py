@@ -1,0 +1,152 @@
+"""Rollouts of several turns: what each turn generates, what a tool adds after it, and how long the tool takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8plan.errors import ConfigError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+class Turn(NamedTuple):
+    """One turn of a trajectory, as records and logs have it.
+
+    generated: tokens that the engine generates, at least 1
+    tool:      tokens that a tool or a user adds after it
+    wait_s:    seconds from the end of the turn to the next turn's request; None: not known
+    """
+
+    generated: int
+    tool: int = 0
+    wait_s: float | None = None
+
+
+class TurnTable(NamedTuple):
+    """The turns of trajectories, one trajectory after another.
+
+    first:     the first turn of each trajectory, and the number of turns; int64 of shape (trajectories + 1,)
+    generated: tokens that each turn generates, at least 1; int64 of shape (turns,), like those below
+    tool:      tokens that a tool adds after the turn; 0 after the last turn of a trajectory
+    wait_s:    seconds from the end of the turn to the arrival of the next turn's request, float64; 0 after the last;
+               NaN where a log does not have them
+    dropped:   first tokens of the turn's answer that the next prompt leaves out, as a chat template that drops
+               reasoning does; 0 after the last
+    """
+
+    first: IntArray
+    generated: IntArray
+    tool: IntArray
+    wait_s: FloatArray
+    dropped: IntArray
+
+    @classmethod
+    def single(cls, responses: IntArray) -> TurnTable:
+        """One turn for each trajectory. responses: tokens that it generates, int64 of shape (trajectories,)"""
+        nothing = np.zeros_like(responses)
+        return cls(np.arange(len(responses) + 1), responses, nothing, np.zeros(len(responses)), nothing)
+
+    @classmethod
+    def of(cls, trajectories: Iterable[Sequence[tuple[int, int, float | None]]]) -> TurnTable:
+        """The turns of trajectories, each (generated, tool, wait_s) as in Turn. Nothing counts after a last turn."""
+        sizes, generated, tool, wait_s = [0], list[int](), list[int](), list[float]()
+        for turns in trajectories:
+            sizes.append(len(turns))
+            for turn in turns:
+                generated.append(turn[0])
+                tool.append(turn[1])
+                wait_s.append(math.nan if turn[2] is None else turn[2])
+        first = np.cumsum(sizes, dtype=np.int64)
+        tokens, added, seconds = np.array(generated, np.int64), np.array(tool, np.int64), np.array(wait_s, np.float64)
+        return cls(first, tokens, added, seconds, np.zeros_like(tokens)).ended()
+
+    def ended(self) -> TurnTable:
+        """The table with zeros after the last turn of each trajectory."""
+        after = self._replace(tool=self.tool.copy(), wait_s=self.wait_s.copy(), dropped=self.dropped.copy())
+        for column in after[2:]:
+            column[self.first[1:] - 1] = 0
+        return after
+
+    @property
+    def responses(self) -> IntArray:
+        """Tokens that the turns of each trajectory generate, int64 of shape (trajectories,)."""
+        return self._sums(self.generated)
+
+    @property
+    def added(self) -> IntArray:
+        """Most tokens behind each trajectory's prompt, at the end of a turn, int64 of shape (trajectories,).
+
+        With drops an earlier turn may be longer than the last one.
+        """
+        kept = self.generated + self.tool - self.dropped
+        before = np.cumsum(kept) - kept
+        of_trajectory = np.repeat(before[self.first[:-1]], np.diff(self.first))
+        added: IntArray = np.maximum.reduceat(before - of_trajectory + self.generated, self.first[:-1])
+        return added
+
+    def take(self, rows: Any) -> TurnTable:
+        """The turns of some trajectories, in their order. rows: an index of numpy's"""
+        starts, counts = self.first[:-1][rows], np.diff(self.first)[rows]
+        first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        turns = np.repeat(starts - first[:-1], counts) + np.arange(first[-1])
+        return TurnTable(first, *(column[turns] for column in self[1:]))
+
+    def check(self, responses: IntArray) -> None:
+        """Raise ConfigError unless this is a table of turns that generate so many tokens.
+
+        responses: tokens that all turns of each trajectory generate, int64 of shape (trajectories,)
+        """
+        turns, first, counts = len(self.generated), self.first, np.diff(self.first)
+        for name, column in self._columns():
+            if column.shape != (turns,):
+                raise ConfigError(f"{name} of turns has shape {column.shape}; allowed: that of generated, ({turns},)")
+        if first.shape != (len(responses) + 1,) or first[0] != 0 or first[-1] != turns or (counts < 1).any():
+            raise ConfigError(
+                f"first of turns is {first.tolist()[:20]} for {len(responses)} trajectories and {turns} turns; "
+                "allowed: 0, then the number of turns up to the end of each trajectory, which has at least one"
+            )
+        goes_on = np.ones(turns, dtype=bool)
+        goes_on[first[1:] - 1] = False
+        for name, column in self._columns():
+            if name == "generated":
+                self._check(name, column, column >= 1, "at least 1 token")
+            elif name == "wait_s":
+                self._check(name, column, np.isfinite(column) & (column >= 0), "finite seconds, at least 0")
+            else:
+                self._check(name, column, column >= 0, "at least 0 tokens")
+            if name != "generated":
+                self._check(name, column, goes_on | (column == 0), "0 after the last turn")
+        kept = self.dropped <= self.generated
+        self._check("dropped", self.dropped, kept, "at most the tokens that the turn generates")
+        sums = self._sums(self.generated)
+        if (sums != responses).any():
+            trajectory = int(np.flatnonzero(sums != responses)[0])
+            raise ConfigError(
+                f"the turns of trajectory {trajectory} generate {sums[trajectory]} tokens, but its response has "
+                f"{responses[trajectory]}; make both equal"
+            )
+
+    def _sums(self, column: IntArray) -> IntArray:
+        """The sum over each trajectory's turns."""
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(column)])
+        sums: IntArray = np.diff(before[self.first])
+        return sums
+
+    def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The columns of shape (turns,) by name."""
+        yield from zip(self._fields[1:], self[1:], strict=True)
+
+    def _check(self, name: str, column: NDArray[Any], is_allowed: NDArray[np.bool_], allowed: str) -> None:
+        """Raise ConfigError for the first turn whose value is not allowed."""
+        if is_allowed.all():
+            return
+        turn = int(np.flatnonzero(~is_allowed)[0])
+        trajectory = int(np.searchsorted(self.first, turn, side="right")) - 1
+        where = f"turn {turn - int(self.first[trajectory])} of trajectory {trajectory}"
+        raise ConfigError(f"{name} of {where} is {column[turn]}; allowed: {allowed}")

@@ -1,0 +1,245 @@
+"""Trajectories of turns: against vLLM's own Scheduler in the loop of its engine, and what must hold without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from installed_vllm import VLLM
+from runs_of_steps import assert_runs_add_up, total
+from scheduled_batches import BLOCK, FAMILIES, blocks_for
+from turn_batches import EQUAL_STEPS, LinearClock, Trace, batch_of, table, trace
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.cost.base import FloatArray, IntArray
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import CacheRules
+from fp8plan.model.schedule.loop import CLOCKED
+from fp8plan.model.schedule.rows import COLUMNS
+from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.turns import TurnTable
+from fp8plan.model.workload import Batch
+from fp8plan.version import has
+
+COMPARED = ("prefill_tokens", "decode_requests", "cached_tokens", "used_blocks", "preemptions")
+SEEDS = 60  # odd ones are synchronous
+QUICK = (0, 1, 3, 11, 12, 16, 21, 28)  # preemptions, evictions, no caching, caps and equal times, with and without
+
+
+def run(made: Trace, longest_run: int = 2**62) -> Schedule:
+    rules = CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
+    work = (*made.batch, made.pool, made.limits, longest_run, made.groups, rules)
+    return schedule(*work, clock=made.clock, concurrent=made.concurrent)
+
+
+def seconds(plan: Schedule, clock: LinearClock) -> list[list[float]]:
+    """The seconds of the steps of each row."""
+    rows = zip(plan.steps.tolist(), *(getattr(plan, name).tolist() for name in CLOCKED), strict=True)
+    return [
+        [clock.seconds(requests, tokens + step * requests, *prefill) for step in range(steps)]
+        for steps, requests, tokens, *prefill in rows
+    ]
+
+
+def ends(plan: Schedule, clock: LinearClock) -> FloatArray:
+    """The seconds from the start to the end of each row."""
+    ended: FloatArray = np.cumsum(plan.idle_s + [sum(row) for row in seconds(plan, clock)])
+    return ended
+
+
+def assert_equals_vllm(made: Trace) -> None:
+    import vllm_oracle
+
+    real = vllm_oracle.run_turns(*made)
+    simulated = run(made, longest_run=1)
+    rows = zip(*(getattr(simulated, column).tolist() for column in COMPARED), strict=True)
+    assert list(rows) == [step[:5] for step in real]
+    begins = ends(simulated, made.clock) - [step_s for (step_s,) in seconds(simulated, made.clock)]
+    np.testing.assert_allclose(begins, [step.begin_s for step in real], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(SEEDS)]
+)
+def test_every_step_equals_vllms_scheduler(seed: int) -> None:
+    assert_equals_vllm(trace(seed))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 2 else pytest.mark.slow) for n in range(20)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_step_of_several_groups_equals_vllms_scheduler(family: str, seed: int) -> None:
+    if family.startswith("checkpoint") and not has(VLLM, "Mamba 2 has a checkpoint block"):
+        pytest.skip("this vLLM has no checkpoint blocks")
+    assert_equals_vllm(trace(seed, family))
+
+
+traces = st.builds(trace, st.integers(1000, 10**6), st.sampled_from(["full", *sorted(FAMILIES)]))
+
+
+def turn_ends(batch: Batch) -> tuple[IntArray, IntArray]:
+    """For each turn: the tokens of its prompt, and the tokens that are computed at its end."""
+    turns = batch.turns
+    assert turns is not None
+    counts = np.diff(turns.first)
+    grown = np.cumsum(turns.generated + turns.tool)
+    before = grown - np.repeat(grown[turns.first[:-1]], counts)  # this turn and those before, but the first one
+    first = np.repeat(turns.first[:-1], counts)
+    final = np.repeat(batch.prompts, counts) + before + (turns.generated + turns.tool)[first] - turns.tool - 1
+    return final + 1 - turns.generated, final
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces)
+def test_tokens_are_conserved_and_limits_hold(made: Trace) -> None:
+    batch, plan = made.batch, run(made)
+    assert batch.turns is not None
+    _, final = turn_ends(batch)
+    served = total(plan, "prefill_tokens") + total(plan, "decode_requests")
+    assert served == final.sum() + plan.recomputed_tokens.sum() - plan.cached_tokens.sum()
+    assert total(plan, "sampled_requests") == batch.responses.sum()
+    assert plan.finished.sum() == len(batch.turns.generated)
+    assert plan.used_blocks.max() <= made.pool
+    assert plan.running.max() <= made.limits.max_num_seqs
+    assert (plan.prefill_tokens + plan.decode_requests).max() <= made.limits.max_num_batched_tokens
+    assert plan.away.min() >= 0
+    if made.concurrent is not None:
+        leaving = made.limits.async_scheduling * plan.running  # count as running and away
+        assert (plan.running + plan.waiting + plan.away - leaving).max() <= made.concurrent
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces)
+def test_runs_of_steps_add_up_to_the_single_steps(made: Trace) -> None:
+    single, runs = run(made, longest_run=1), run(made)
+    first = assert_runs_add_up(runs, single)
+    np.testing.assert_array_equal(runs.idle_s, np.add.reduceat(single.idle_s, first))
+    np.testing.assert_array_equal(runs.again_tokens, np.add.reduceat(single.again_tokens, first))
+    np.testing.assert_array_equal(runs.cached_tokens, np.add.reduceat(single.cached_tokens, first))
+    last_rows = np.searchsorted(first, single.ended, side="right") - 1
+    np.testing.assert_array_equal(runs.ended, last_rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1000, 10**6), st.booleans())
+def test_what_the_cache_has_lost_is_computed_again(seed: int, ample: bool) -> None:
+    """Full blocks of earlier turns are found, or counted. With room for all blocks, all are found."""
+    made = trace(seed)
+    requests = len(made.batch.prompts)
+    longest = int(blocks_for(np.array([made.batch.longest]))[0])
+    made = made._replace(
+        batch=made.batch._replace(prompt_ids=np.arange(requests)),
+        limits=replace(made.limits, enable_prefix_caching=True),
+        pool=longest * (requests if ample else min(requests, made.limits.max_num_seqs)),  # none is preempted
+    )
+    plan = run(made)
+    assert made.batch.turns is not None
+    _, final = turn_ends(made.batch)
+    goes_on = np.ones(len(final), dtype=bool)
+    goes_on[made.batch.turns.first[1:] - 1] = False
+    assert plan.num_preemptions == 0
+    assert plan.cached_tokens.sum() + plan.again_tokens.sum() == (final[goes_on] // BLOCK * BLOCK).sum()
+    computed = total(plan, "prefill_tokens") + total(plan, "decode_requests")
+    assert computed == final[~goes_on].sum() + plan.again_tokens.sum() + (final[goes_on] % BLOCK).sum()
+    if ample:
+        assert plan.again_tokens.sum() == 0
+
+
+def test_without_prefix_caching_all_tokens_of_earlier_turns_are_computed_again() -> None:
+    batch = batch_of([20], [0], table([(5, 10, 1.0), (5, 10, 1.0), (5, 0, 0.0)]))
+    plan = schedule(*batch, 100, EngineLimits(enable_prefix_caching=False), clock=EQUAL_STEPS)
+    assert plan.again_tokens.sum() == 24 + 39
+    assert plan.prefill_tokens.sum() == 20 + 35 + 50
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces)
+def test_no_trajectory_ends_before_its_own_waits_and_steps(made: Trace) -> None:
+    plan, turns = run(made), made.batch.turns
+    assert turns is not None
+    least = min(min(row) for row in seconds(plan, made.clock))
+    own = np.add.reduceat(turns.wait_s + turns.generated * least, turns.first[:-1])
+    assert (ends(plan, made.clock)[plan.ended] >= own * (1 - 1e-9)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces)
+def test_turns_without_a_second_one_are_a_closed_batch(made: Trace) -> None:
+    closed = made.batch._replace(turns=None)
+    single = made._replace(batch=closed._replace(turns=TurnTable.single(closed.responses)), concurrent=None)
+    rules = CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
+    expected = schedule(*closed, made.pool, made.limits, groups=made.groups, rules=rules)
+    plan = run(single)
+    for name in (*COLUMNS, "ended", "away", "again_tokens", "idle_s"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name), name)
+
+
+SLOT = EngineLimits(max_num_seqs=1, max_num_batched_tokens=64, async_scheduling=False)
+
+
+def test_requests_are_served_in_order_of_arrival_and_equal_times_by_number() -> None:
+    """Steps take a second. Number 1 has been waiting for its tool for longer, but both arrive at 5 s."""
+    turns = table([(1, 1, 1.0), (1, 1, 2.0), (1, 0, 0.0)], [(1, 1, 3.0), (1, 0, 0.0)])
+    plan = schedule(*batch_of([10, 10], [0, 1], turns), 100, SLOT, clock=EQUAL_STEPS)
+    assert plan.idle_s.tolist() == [0, 0, 0, 2, 0]
+    assert plan.prefill_tokens.tolist() == [10, 10, 12, 14, 12]
+    assert plan.ended.tolist() == [3, 4]
+    later = table([(1, 1, 1.0), (1, 1, 2.5), (1, 0, 0.0)], [(1, 1, 3.0), (1, 0, 0.0)])
+    plan = schedule(*batch_of([10, 10], [0, 1], later), 100, SLOT, clock=EQUAL_STEPS)
+    assert plan.ended.tolist() == [4, 3]
+
+
+def test_asynchronous_scheduling_sees_an_arrival_one_step_later() -> None:
+    """A request arrives at 2.5 s. Step 3 is scheduled at 3 s, or at 2 s, when step 1 ends."""
+    batch = batch_of([10, 10], [0, 1], table([(9, 0, 0.0)], [(1, 4, 1.5), (1, 0, 0.0)]))
+    for is_async, prefill in ((False, [20, 0, 0, 15]), (True, [20, 0, 0, 0, 15])):
+        limits = EngineLimits(async_scheduling=is_async)
+        plan = schedule(*batch, 100, limits, longest_run=1, clock=EQUAL_STEPS)
+        assert plan.prefill_tokens[: len(prefill)].tolist() == prefill
+        assert plan.away.tolist()[: len(prefill) - 1] == [0] + [1] * (len(prefill) - 2)
+
+
+def test_the_next_trajectory_begins_when_one_ends() -> None:
+    turns = table([(2, 3, 4.0), (2, 0, 0.0)], *[[(2, 0, 0.0)]] * 3)
+    limits = EngineLimits(async_scheduling=False)
+    plan = schedule(*batch_of([10] * 4, [0, 1, 2, 3], turns), 100, limits, 1, clock=EQUAL_STEPS, concurrent=2)
+    # Number 0 is away from 2 s to 6 s. One after another, the others take its place beside it.
+    assert plan.prefill_tokens.tolist() == [20, 0, 10, 0, 10, 0, 15, 0]
+    assert plan.away.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert plan.ended.tolist() == [7, 1, 3, 5]
+
+
+def test_a_timed_schedule_holds_for_no_other_engine() -> None:
+    batch = batch_of([10], [0], table([(2, 3, 4.0), (2, 0, 0.0)]))
+    plan = schedule(*batch, 100, EngineLimits(), clock=EQUAL_STEPS)
+    assert not plan.holds_for(100, plan.groups)
+    assert schedule(*batch[:3], None, 100, EngineLimits()).holds_for(100, plan.groups)
+
+
+def test_a_trajectory_that_can_never_fit_is_an_error() -> None:
+    batch = batch_of([100], [0], table([(30, 21, 1.0), (10, 0, 0.0)]))
+    schedule(*batch, 10, EngineLimits(), clock=EQUAL_STEPS)  # 160 tokens are stored: the last one is never read
+    with pytest.raises(CapacityError, match=r"161 tokens.*needs 10 KV blocks.*pool has 9"):
+        schedule(*batch, 9, EngineLimits(), clock=EQUAL_STEPS)
+
+
+def test_what_cannot_be_simulated_is_refused_by_name() -> None:
+    turns = table([(2, 3, 4.0), (2, 0, 0.0)])
+    batch, work = batch_of([10], [0], turns), (100, EngineLimits())
+    with pytest.raises(ConfigError, match="needs the seconds of each step; give clock"):
+        schedule(*batch, *work)
+    with pytest.raises(ConfigError, match="concurrent is 0; allowed: a whole number of at least 1, or None"):
+        schedule(*batch, *work, clock=EQUAL_STEPS, concurrent=0)
+    with pytest.raises(ConfigError, match="concurrent is 5 for a batch without turns; allowed: None"):
+        schedule(*batch._replace(turns=None), *work, concurrent=5)
+    with pytest.raises(ConfigError, match=r"leaves out tokens of a turn \(dropped\)"):
+        schedule(*batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
+    with pytest.raises(ConfigError, match="turns of trajectory 0 generate 4 tokens, but its response has 5"):
+        schedule(*batch._replace(responses=np.array([5])), *work, clock=EQUAL_STEPS)
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"the clock gives {wrong} s for a step; allowed: above 0"):
+            schedule(*batch, *work, clock=LinearClock(wrong, 0.0, 0.0))
