@@ -1,143 +1,176 @@
-"""A table of step seconds, which a StepModel fills once and a simulated scheduler reads at every step.
+"""A table of step seconds. A StepModel fills it once, and a simulated scheduler reads it at every step.
 
-    gpu     = (seconds^16 + least^16)^(1/16)
-    host    = step_s + requests * request_s + prompt tokens * prompt_token_s
-    step    = |ahead + gpu, host + launches|_8 - ahead    with async scheduling
-              host + |gpu, launches|_8                    without
-              host + gpu + launches                       on a CPU
+    gpu  = (seconds^16 + least^16)^(1/16)
+    host = seconds of a step + requests * of each + prompt tokens * of each
+    step = |ahead + gpu, host + launches|_8 - ahead    with async scheduling
+           host + |gpu, launches|_8                    without
+           host + gpu + launches                       on a CPU without
 
-`seconds` and `least` (the energy of the step at the power limit) are sums of table entries:
+`seconds` are those of the kernels, and `least` are those that their energy takes at the power limit. Both are sums:
 
-    tokens[all tokens] + sampled[sampled requests] + decode[decoding requests, mean context]
-    + first[size of a chunk, context before it] + (chunks - 1) * further[the same]
+    tokens[all tokens] + sampled[sampled requests]
+    + for each kind of reads: decode[decoding requests, tokens that one reads]
+                              + first[size, tokens that a query reads] + (chunks - 1) * further[the same]
 
-Token counts, sampled and decoding requests have an entry each. Contexts are interpolated between CONTEXTS. Chunks are
-rounded up to SIZES tokens: attention computes whole tiles of rows.
-The operations are +, -, *, / and square roots, which IEEE 754 rounds correctly. So C gives the same bits.
+Kinds of reads are those of the whole context, and those of each window. Tokens that are read are interpolated between
+DEPTHS. The chunks of one step count as equally long. Their size is rounded up to a whole SIZE_STEP, as attention
+computes whole tiles of rows.
+
+Besides +, -, * and / there are only square roots, which IEEE 754 rounds correctly. So C gives the same bits if it is
+compiled without fused multiply-adds (-ffp-contract=off).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from fp8plan.model.cost.base import FloatArray, IntArray, StepBatch
-from fp8plan.model.cost.power import IDLE
+from fp8plan.model.cost.base import QUANTITIES, READS, Array, FloatArray, IntArray, StepBatch, WindowReads
+from fp8plan.model.cost.power import energy_of
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.profile.profile import GPU_PACE
 
-CONTEXTS = (0, *(64 << i for i in range(13)))
-SIZES = 16
-SEVERAL = 9
+DEPTHS = (0, *(64 << power for power in range(13)))  # the last is 262,144 tokens; beyond it costs go on as before it
+SIZE_STEP = 16  # tokens
+SEVERAL = 9  # chunks in the step that is compared with a step of one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Clock:
-    contexts: FloatArray
+    """The seconds of one model's steps. Arrays are float64. A last axis of 2 has seconds and `least`.
+
+    tokens:   shape (budget + 1, 2)
+    sampled:  shape (max_num_seqs + 1, 2)
+    decode:   shape (kinds of reads, max_num_seqs + 1, depths, 2)
+    first:    of one chunk, shape (kinds of reads, sizes + 1, depths, 2)
+    further:  of each further chunk in the step, of the same shape
+    launches: seconds of the host for launches in a step without prompts, and in one with them, shape (budget + 1, 2)
+    host:     other seconds of the host: of a step, of each request and of each prompt token, shape (3,)
+    overlaps: GPU and host work at the same time, as with async scheduling
+    leads:    the host begins a step that has launches while the GPU runs the step before
+    on_cpu:   there is no GPU beside the host
+    """
+
     tokens: FloatArray
     sampled: FloatArray
     decode: FloatArray
     first: FloatArray
     further: FloatArray
-    step_s: float
-    request_s: float
-    prompt_token_s: float
-    kind: int
+    launches: FloatArray
+    host: FloatArray
+    overlaps: bool
+    leads: bool
+    on_cpu: bool
 
     @classmethod
-    def of(cls, model: StepModel) -> Clock:
-        budget, requests = int(model.limits.max_num_batched_tokens), int(model.limits.max_num_seqs)
-        contexts = np.array(CONTEXTS)
-        counts = np.arange(1, budget + 1)
-        prefill = _parts(model, prefill_tokens=counts, prefill_kv_tokens=counts)
-        decodes = _parts(model, decode_requests=counts)
-        tokens = np.zeros((budget + 1, 4))
-        tokens[1:] = np.stack([prefill.seconds, prefill.least, decodes.launching, prefill.launching], axis=1)
-        n = np.arange(requests + 1)
-        some = _parts(model, prefill_tokens=np.ones_like(n), prefill_kv_tokens=np.ones_like(n), sampled_requests=n)
-        sampled = some.gpu - tokens[1, :2]
-        d = np.arange(1, requests + 1).repeat(len(contexts))
-        part = _parts(model, decode_requests=d, decode_kv_tokens=d * np.tile(contexts, requests))
-        decode = np.zeros((requests + 1, len(contexts), 2))
-        decode[1:] = (part.gpu - tokens[d, :2]).reshape(requests, len(contexts), 2)
-        sizes = np.arange(SIZES, budget + SIZES, SIZES).repeat(len(contexts))
-        before = np.tile(contexts, len(sizes) // len(contexts))
-        chunks = np.zeros((2, len(sizes) // len(contexts) + 1, len(contexts), 2))
-        several = []
-        for number in (1, SEVERAL):
-            part = _parts(
-                model,
-                prefill_tokens=sizes * number,
-                prefill_requests=np.full_like(sizes, number),
-                prefill_kv_tokens=(sizes + before) * number,
-                prefill_pairs=(sizes * before + sizes * (sizes + 1) // 2) * number,
-            )
-            alone = _parts(model, prefill_tokens=sizes * number, prefill_kv_tokens=sizes * number)
-            several.append((part.gpu - alone.gpu).reshape(-1, len(contexts), 2))
-        chunks[0, 1:] = several[0]
-        chunks[1, 1:] = (several[1] - several[0]) / (SEVERAL - 1)
-        host = _parts(
-            model,
-            decode_requests=np.array([1, 2, 1]),
-            prefill_tokens=np.array([0, 0, 1]),
-        ).scheduling
-        request_s, token_s = float(host[1] - host[0]), float(host[2] - host[0])
-        kind = 1 if model.limits.async_scheduling else 0
-        if model.gpu.is_cpu and not kind:
-            kind = 2
-        return cls(contexts.astype(float), tokens, sampled, decode, chunks[0], chunks[1],
-                   float(host[0]) - request_s, request_s, token_s, kind)
+    def of(cls, model: StepModel, windows: Sequence[tuple[str, int]] = ()) -> Clock:
+        """The clock of a model's steps, at the pace of its rollouts, without a trainer's front.
 
-    def parts(self, decode_requests, decode_kv_tokens, prefill_tokens, prefill_requests, prefill_kv_tokens, prefill_pairs, sampled_requests):
-        at = decode_requests + prefill_tokens
-        gpu = self.tokens.item(at, 0) + self.sampled.item(sampled_requests, 0)
-        least = self.tokens.item(at, 1) + self.sampled.item(sampled_requests, 1)
-        launch = self.tokens.item(at, 3 if prefill_tokens else 2)
-        if decode_requests:
-            cell, share = self.cell(decode_kv_tokens / decode_requests)
-            gpu += self.between(self.decode, decode_requests, cell, share, 0)
-            least += self.between(self.decode, decode_requests, cell, share, 1)
-        if prefill_requests:
-            cell, share = self.cell(prefill_pairs / prefill_tokens - (prefill_tokens / prefill_requests + 1.0) / 2.0)
-            size = (prefill_tokens + SIZES * prefill_requests - 1) // (SIZES * prefill_requests)
-            gpu += self.between(self.first, size, cell, share, 0) + (prefill_requests - 1) * self.between(self.further, size, cell, share, 0)
-            least += self.between(self.first, size, cell, share, 1) + (prefill_requests - 1) * self.between(self.further, size, cell, share, 1)
-        host = self.step_s + self.request_s * (decode_requests + prefill_requests) + self.prompt_token_s * prefill_tokens
-        if least > 0:
-            gpu = norm(gpu, least, 4)
-        return gpu, host, launch
+        windows: kind and size, as in WindowReads, of the windows whose reads `step` gets. In other windows queries read
+                 as if all decoding requests of a step were equally long, and all its chunks too
+        """
+        sampler = _Sampler(model, tuple(windows))
+        counts = np.arange(int(model.limits.max_num_batched_tokens) + 1)
+        requests = np.arange(int(model.limits.max_num_seqs) + 1)
+        sizes = np.arange(0, int(counts[-1]) + SIZE_STEP, SIZE_STEP)
+        tokens = sampler.costs(prefill_tokens=counts, prefill_kv_tokens=counts)
+        decoding = sampler.costs(decode_requests=counts)
+        few = sampler.costs(decode_requests=np.array([0, 1, 0]), prefill_tokens=np.array([0, 0, 1]))
+        host = few.scheduling - np.array([0.0, 1.0, 1.0]) * few.scheduling[0]
+        one, several = (sampler.chunks(sizes, number) for number in (1, SEVERAL))
+        return cls(
+            tokens=tokens.gpu,
+            sampled=sampler.costs(sampled_requests=requests).gpu - tokens.gpu[0],
+            decode=sampler.decodes(requests, tokens.gpu),
+            first=one,
+            further=(several - one) / (SEVERAL - 1),
+            launches=np.stack([decoding.launching, tokens.launching], axis=1),
+            host=host,
+            overlaps=model.limits.async_scheduling,
+            leads=model.limits.async_scheduling and not model.shape.recurrent,
+            on_cpu=model.gpu.is_cpu,
+        )
 
-    def seconds(self, *a, ahead=0.0):
-        gpu, host, launch = self.parts(*a)
-        if self.kind == 1:
-            return norm(ahead + gpu, host + launch, 3) - ahead
-        if self.kind == 0:
-            return host + norm(gpu, launch, 3)
-        return host + gpu + launch
+    def seconds(
+        self,
+        decode_requests: int,
+        decode_kv_tokens: int,
+        prefill_tokens: int,
+        prefill_requests: int,
+        prefill_kv_tokens: int,
+        prefill_pairs: int,
+        sampled_requests: int,
+    ) -> float:
+        """Seconds of a step that follows none. Its arguments are as in a StepBatch of one step."""
+        reads = ((decode_kv_tokens, prefill_pairs),)
+        return self.step(decode_requests, prefill_tokens, prefill_requests, sampled_requests, reads)[0]
 
-    def spare(self, *a):
-        gpu, host, launch = self.parts(*a)
-        host += launch
-        return norm(gpu, host, 3) - host
+    def step(
+        self,
+        decode_requests: int,
+        prefill_tokens: int,
+        prefill_requests: int,
+        sampled_requests: int,
+        reads: Sequence[tuple[float, float]],
+        ahead: float = 0.0,
+    ) -> tuple[float, float]:
+        """Seconds of a step, and `ahead` for the step that follows it.
 
-    def cell(self, x):
-        cell = min(bisect_right(self._nodes, x), len(self._nodes) - 1) - 1
-        return cell, (x - self._nodes[cell]) / (self._nodes[cell + 1] - self._nodes[cell])
-
-    @property
-    def _nodes(self):
-        return CONTEXTS
-
-    def between(self, table, row, cell, share, column):
-        low = table.item(row, cell, column)
-        return low + (table.item(row, cell + 1, column) - low) * share
+        reads: decode_kv_tokens and prefill_pairs, as in a StepBatch, of the whole context and of each window
+        ahead: seconds that the GPU still needs for the step before when the host is done with it; 0 after a pause
+        """
+        all_tokens, chunks = decode_requests + prefill_tokens, prefill_requests
+        seconds = self.tokens.item(all_tokens, 0) + self.sampled.item(sampled_requests, 0)
+        least = self.tokens.item(all_tokens, 1) + self.sampled.item(sampled_requests, 1)
+        size = -(-prefill_tokens // (chunks * SIZE_STEP)) if chunks else 0
+        for kind, (kv_tokens, pairs) in enumerate(reads):
+            if decode_requests:
+                cell, share = _place(kv_tokens / decode_requests)
+                more = _between(self.decode[kind, decode_requests], cell, share)
+                seconds, least = seconds + more[0], least + more[1]
+            if chunks:
+                cell, share = _place(pairs / prefill_tokens)
+                more = _between(self.first[kind, size], cell, share)
+                seconds, least = seconds + more[0], least + more[1]
+                more = _between(self.further[kind, size], cell, share)
+                seconds, least = seconds + (chunks - 1) * more[0], least + (chunks - 1) * more[1]
+        gpu = _norm(seconds, least, 4)
+        launching = self.launches.item(all_tokens, 1 if prefill_tokens else 0)
+        of_step, of_request, of_token = self.host.tolist()
+        host = of_step + (decode_requests + chunks) * of_request + prefill_tokens * of_token
+        if not self.overlaps:
+            return host + (gpu + launching if self.on_cpu else _norm(gpu, launching, 3)), 0.0
+        host += launching
+        begun = _norm(gpu, host, 3)
+        spare = begun - host if self.leads else 0.0
+        if not self.leads or launching == 0.0 or ahead == 0.0:
+            return begun, spare
+        return _norm(ahead + gpu, host, 3) - ahead, spare
 
 
-def norm(a, b, doublings):
-    largest, ratio = (a, b / a) if a >= b else (b, a / b)
+def _place(depth: float) -> tuple[int, float]:
+    """The number of the last of DEPTHS up to `depth`, and the share of the way to the next one."""
+    cell = min(bisect_right(DEPTHS, depth), len(DEPTHS) - 1) - 1
+    return cell, (depth - DEPTHS[cell]) / (DEPTHS[cell + 1] - DEPTHS[cell])
+
+
+def _between(table: FloatArray, cell: int, share: float) -> tuple[float, float]:
+    """Seconds and `least` between two depths. table: shape (depths, 2)"""
+    (low, low_least), (high, high_least) = table[cell : cell + 2].tolist()
+    return low + (high - low) * share, low_least + (high_least - low_least) * share
+
+
+def _norm(x: float, y: float, doublings: int) -> float:
+    """The root of x^n + y^n, with 2^doublings for n; neither is negative."""
+    largest = max(x, y)
+    if largest <= 0.0:
+        return 0.0
+    ratio = min(x, y) / largest
     for _ in range(doublings):
         ratio = ratio * ratio
     total = 1.0 + ratio
@@ -146,26 +179,61 @@ def norm(a, b, doublings):
     return largest * total
 
 
-@dataclass
-class _P:
+class _Costs(NamedTuple):
+    """Costs of steps: `gpu` has shape (steps, 2) for seconds and `least`, the others have shape (steps,)."""
+
     gpu: FloatArray
     scheduling: FloatArray
     launching: FloatArray
-    @property
-    def seconds(self): return self.gpu[:, 0]
-    @property
-    def least(self): return self.gpu[:, 1]
 
 
-def _parts(model: StepModel, **quantities: IntArray) -> _P:
-    from fp8plan.model.cost.base import QUANTITIES
-    zeros = np.zeros_like(next(iter(quantities.values())))
-    batch = StepBatch(**{q: quantities.get(q, zeros) for q in QUANTITIES})
-    timed = model.timed(batch)
-    pace = model.profile.coefficient(GPU_PACE)
-    seconds = model.load(batch).seconds * pace
-    least = zeros * 0.0
-    if timed.limit is not None:
-        least = sum(j for n, j in timed.limit.joules.items() if n != IDLE) / timed.limit.left * pace
-    f = model.pace
-    return _P(np.stack([seconds, least], axis=1) * f, timed.scheduling.seconds * f, timed.launching.seconds * f)
+class _Sampler(NamedTuple):
+    """The costs of chosen steps of a model. windows: as in `Clock.of`"""
+
+    model: StepModel
+    windows: tuple[tuple[str, int], ...]
+
+    def costs(self, kind: int = 0, **work: IntArray) -> _Costs:
+        """The costs of steps. work: quantities of a StepBatch; others are 0. kind: number of the kind of its reads"""
+        model, none = self.model, np.zeros_like(next(iter(work.values())))
+        reads = [dict.fromkeys(READS, none) for _ in range(1 + len(self.windows))]
+        reads[kind] = {name: work.pop(name, none) for name in READS}
+        windows = tuple(WindowReads(*window, **x) for window, x in zip(self.windows, reads[1:], strict=True))
+        batch = StepBatch(**(dict.fromkeys(QUANTITIES, none) | work | reads[0]), windows=windows)
+        timed, load = model.timed(batch), model.load(batch)
+        energy = energy_of(model, batch, load, model.profile)
+        least = np.zeros(none.shape) if energy is None else energy.least
+        gpu = np.stack(np.broadcast_arrays(load.seconds, least), axis=-1)
+        gpu = gpu * (model.profile.coefficient(GPU_PACE) * model.pace)
+        return _Costs(gpu, timed.scheduling.seconds * model.pace, timed.launching.seconds * model.pace)
+
+    def decodes(self, requests: IntArray, tokens: FloatArray) -> FloatArray:
+        """The costs of decoding, beyond those of the tokens, shape (kinds of reads, requests, depths, 2)."""
+        number, depth = (x.ravel() for x in np.meshgrid(requests, DEPTHS, indexing="ij"))
+        tables = []
+        for kind in range(1 + len(self.windows)):
+            costs = self.costs(kind, decode_requests=number, decode_kv_tokens=number * depth).gpu
+            table = costs.reshape(len(requests), len(DEPTHS), 2)
+            without = tables[0][:, :1] + tokens[: len(requests), None] if kind else tokens[: len(requests), None]
+            tables.append(table - without)
+        return np.stack(tables)
+
+    def chunks(self, sizes: IntArray, number: int) -> FloatArray:
+        """The costs of `number` chunks in a step, beyond those of its tokens, shape (kinds of reads, sizes, depths, 2)."""
+        size, depth = (x.ravel() for x in np.meshgrid(sizes, DEPTHS, indexing="ij"))
+        chunks, tokens = np.full_like(sizes, number), sizes * number
+        tables = []
+        for kind in range(1 + len(self.windows)):
+            if kind:
+                without = self.costs(prefill_tokens=tokens, prefill_requests=chunks)
+            else:
+                without = self.costs(prefill_tokens=tokens, prefill_kv_tokens=tokens)
+            costs = self.costs(
+                kind,
+                prefill_tokens=number * size,
+                prefill_requests=np.full_like(size, number),
+                prefill_kv_tokens=number * (size + np.maximum(depth - size // 2, 0)),
+                prefill_pairs=number * size * depth,
+            )
+            tables.append(costs.gpu.reshape(len(sizes), len(DEPTHS), 2) - without.gpu[:, None])
+        return np.stack(tables)
