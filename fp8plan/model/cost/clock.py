@@ -49,6 +49,7 @@ class Clock:
     decode:   shape (kinds of reads, max_num_seqs + 1, depths, 2)
     first:    of one chunk, shape (kinds of reads, sizes + 1, depths, 2)
     further:  of each further chunk in the step, of the same shape
+    uneven:   of each KV token that chunks read beyond those of equal ones with as many pairs, shape (2,)
     launches: seconds of the host for launches in a step without prompts, and in one with them, shape (budget + 1, 2)
     host:     other seconds of the host: of a step, of each request and of each prompt token, shape (3,)
     overlaps: GPU and host work at the same time, as with async scheduling
@@ -61,6 +62,7 @@ class Clock:
     decode: FloatArray
     first: FloatArray
     further: FloatArray
+    uneven: FloatArray
     launches: FloatArray
     host: FloatArray
     overlaps: bool
@@ -89,6 +91,7 @@ class Clock:
             decode=sampler.decodes(requests, tokens.gpu),
             first=one,
             further=(several - one) / (SEVERAL - 1),
+            uneven=sampler.uneven(),
             launches=np.stack([decoding.launching, tokens.launching], axis=1),
             host=host,
             overlaps=model.limits.async_scheduling,
@@ -107,38 +110,45 @@ class Clock:
         sampled_requests: int,
     ) -> float:
         """Seconds of a step that follows none. Its arguments are as in a StepBatch of one step."""
-        reads = ((decode_kv_tokens, prefill_pairs),)
-        return self.step(decode_requests, prefill_tokens, prefill_requests, sampled_requests, reads)[0]
+        decode, prefill = (decode_requests, decode_kv_tokens), (prefill_tokens, prefill_requests, prefill_kv_tokens)
+        return self.step(*decode, *prefill, prefill_pairs, sampled_requests)[0]
 
     def step(
         self,
         decode_requests: int,
+        decode_kv_tokens: int,
         prefill_tokens: int,
         prefill_requests: int,
+        prefill_kv_tokens: int,
+        prefill_pairs: int,
         sampled_requests: int,
-        reads: Sequence[tuple[float, float]],
+        windows: Sequence[tuple[int, int]] = (),
         ahead: float = 0.0,
     ) -> tuple[float, float]:
         """Seconds of a step, and `ahead` for the step that follows it.
 
-        reads: decode_kv_tokens and prefill_pairs, as in a StepBatch, of the whole context and of each window
-        ahead: seconds that the GPU still needs for the step before when the host is done with it; 0 after a pause
+        windows: decode_kv_tokens and prefill_pairs within each of the clock's windows
+        ahead:   seconds that the GPU still needs for the step before when the host is done with it; 0 after a pause
         """
         all_tokens, chunks = decode_requests + prefill_tokens, prefill_requests
         seconds = self.tokens.item(all_tokens, 0) + self.sampled.item(sampled_requests, 0)
         least = self.tokens.item(all_tokens, 1) + self.sampled.item(sampled_requests, 1)
-        size = -(-prefill_tokens // (chunks * SIZE_STEP)) if chunks else 0
-        for kind, (kv_tokens, pairs) in enumerate(reads):
-            if decode_requests:
-                cell, share = _place(kv_tokens / decode_requests)
-                more = _between(self.decode[kind, decode_requests], cell, share)
+        reads = ((decode_kv_tokens, prefill_pairs), *windows)
+        if decode_requests:
+            for kind, (kv_tokens, _) in enumerate(reads):
+                more = _between(self.decode[kind, decode_requests], kv_tokens / decode_requests)
                 seconds, least = seconds + more[0], least + more[1]
-            if chunks:
-                cell, share = _place(pairs / prefill_tokens)
-                more = _between(self.first[kind, size], cell, share)
+        if chunks:
+            size = -(-prefill_tokens // (chunks * SIZE_STEP))
+            for kind, (_, pairs) in enumerate(reads):
+                depth = pairs / prefill_tokens
+                more = _between(self.first[kind, size], depth)
                 seconds, least = seconds + more[0], least + more[1]
-                more = _between(self.further[kind, size], cell, share)
+                more = _between(self.further[kind, size], depth)
                 seconds, least = seconds + (chunks - 1) * more[0], least + (chunks - 1) * more[1]
+            equal = prefill_tokens / 2.0 + chunks * (prefill_pairs / prefill_tokens - 0.5)
+            seconds = seconds + (prefill_kv_tokens - equal) * self.uneven.item(0)
+            least = least + (prefill_kv_tokens - equal) * self.uneven.item(1)
         gpu = _norm(seconds, least, 4)
         launching = self.launches.item(all_tokens, 1 if prefill_tokens else 0)
         of_step, of_request, of_token = self.host.tolist()
@@ -153,14 +163,10 @@ class Clock:
         return _norm(ahead + gpu, host, 3) - ahead, spare
 
 
-def _place(depth: float) -> tuple[int, float]:
-    """The number of the last of DEPTHS up to `depth`, and the share of the way to the next one."""
+def _between(table: FloatArray, depth: float) -> tuple[float, float]:
+    """Seconds and `least` of a depth. table: those at DEPTHS, shape (depths, 2)"""
     cell = min(bisect_right(DEPTHS, depth), len(DEPTHS) - 1) - 1
-    return cell, (depth - DEPTHS[cell]) / (DEPTHS[cell + 1] - DEPTHS[cell])
-
-
-def _between(table: FloatArray, cell: int, share: float) -> tuple[float, float]:
-    """Seconds and `least` between two depths. table: shape (depths, 2)"""
+    share = (depth - DEPTHS[cell]) / (DEPTHS[cell + 1] - DEPTHS[cell])
     (low, low_least), (high, high_least) = table[cell : cell + 2].tolist()
     return low + (high - low) * share, low_least + (high_least - low_least) * share
 
@@ -237,3 +243,11 @@ class _Sampler(NamedTuple):
             )
             tables.append(costs.gpu.reshape(len(sizes), len(DEPTHS), 2) - without.gpu[:, None])
         return np.stack(tables)
+
+    def uneven(self) -> FloatArray:
+        """The cost of a KV token that chunks read in addition to an even depth, shape (2,)."""
+        work = {"prefill_tokens": SIZE_STEP * SEVERAL, "prefill_requests": SEVERAL, "prefill_pairs": DEPTHS[-1]}
+        rows = {name: np.full(2, value) for name, value in work.items()}
+        read = SEVERAL * np.array(DEPTHS[-2:])
+        low, high = self.costs(**rows, prefill_kv_tokens=read).gpu
+        return np.asarray((high - low) / (read[1] - read[0]))
