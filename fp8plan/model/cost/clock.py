@@ -35,9 +35,9 @@ from fp8plan.model.cost.power import energy_of
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.profile.profile import GPU_PACE
 
-DEPTHS = (0, *(64 << power for power in range(13)))  # the last is 262,144 tokens; beyond it costs go on as before it
+DEPTHS = (0, *sorted(base << power for base in (64, 96) for power in range(12)))  # tokens; straight on beyond them
 SIZE_STEP = 16  # tokens
-SEVERAL = 9  # chunks in the step that is compared with a step of one
+SEVERAL = 65  # chunks in the step that is compared with a step of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,15 @@ class Clock:
         sampled_requests: int,
     ) -> float:
         """Seconds of a step that follows none. Its arguments are as in a StepBatch of one step."""
-        decode, prefill = (decode_requests, decode_kv_tokens), (prefill_tokens, prefill_requests, prefill_kv_tokens)
-        return self.step(*decode, *prefill, prefill_pairs, sampled_requests)[0]
+        return self.step(
+            decode_requests,
+            decode_kv_tokens,
+            prefill_tokens,
+            prefill_requests,
+            prefill_kv_tokens,
+            prefill_pairs,
+            sampled_requests,
+        )[0]
 
     def step(
         self,
@@ -238,7 +245,7 @@ class _Sampler(NamedTuple):
                 kind,
                 prefill_tokens=number * size,
                 prefill_requests=np.full_like(size, number),
-                prefill_kv_tokens=number * (size + np.maximum(depth - size // 2, 0)),
+                prefill_kv_tokens=number * (size + depth - size // 2),
                 prefill_pairs=number * size * depth,
             )
             tables.append(costs.gpu.reshape(len(sizes), len(DEPTHS), 2) - without.gpu[:, None])
