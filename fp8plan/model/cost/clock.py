@@ -4,17 +4,17 @@
     host = seconds of a step + requests * of each + prompt tokens * of each
     step = |ahead + gpu, host + launches|_8 - ahead    with async scheduling
            host + |gpu, launches|_8                    without
-           host + gpu + launches                       on a CPU without
+           host + gpu + launches                       without, on a CPU
 
 `seconds` are those of the kernels, and `least` are those that their energy takes at the power limit. Both are sums:
 
-    tokens[all tokens] + sampled[sampled requests]
-    + for each kind of reads: decode[decoding requests, tokens that one reads]
-                              + first[size, tokens that a query reads] + (chunks - 1) * further[the same]
+    tokens[all tokens] + sampled[sampled requests] + uneven * KV tokens
+    + for each kind of reads: decode[decoding requests, depth]
+                              + first[size, depth] + (chunks - 1) * further[size, depth]
 
-Kinds of reads are those of the whole context, and those of each window. Tokens that are read are interpolated between
-DEPTHS. The chunks of one step count as equally long. Their size is rounded up to a whole SIZE_STEP, as attention
-computes whole tiles of rows.
+Kinds of reads are those of the whole context, and those of each window. A depth is the number of tokens that a query
+reads. Depths between those of DEPTHS are interpolated. The chunks of one step count as equally long. Their size is
+rounded up to a whole SIZE_STEP, as attention computes whole tiles of rows.
 
 Besides +, -, * and / there are only square roots, which IEEE 754 rounds correctly. So C gives the same bits if it is
 compiled without fused multiply-adds (-ffp-contract=off).
@@ -26,18 +26,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.cost.base import QUANTITIES, READS, Array, FloatArray, IntArray, StepBatch, WindowReads
-from fp8plan.model.cost.power import energy_of
+from fp8plan.model.cost.base import QUANTITIES, FloatArray, IntArray, StepBatch, WindowReads
+from fp8plan.model.cost.power import energy_of, load_of
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.profile.profile import GPU_PACE
 
-DEPTHS = (0, *sorted(base << power for base in (64, 96) for power in range(12)))  # tokens; straight on beyond them
+DEPTHS = (0, *sorted(base << power for base in (64, 96) for power in range(12)))  # beyond them costs go on in a line
 SIZE_STEP = 16  # tokens
-SEVERAL = 65  # chunks in the step that is compared with a step of one
+SEVERAL = 65  # chunks of the step that is compared with a step of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Clock:
     decode:   shape (kinds of reads, max_num_seqs + 1, depths, 2)
     first:    of one chunk, shape (kinds of reads, sizes + 1, depths, 2)
     further:  of each further chunk in the step, of the same shape
-    uneven:   of each KV token that chunks read beyond those of equal ones with as many pairs, shape (2,)
+    uneven:   of each KV token that chunks read beyond those of equal chunks with as many pairs, shape (2,)
     launches: seconds of the host for launches in a step without prompts, and in one with them, shape (budget + 1, 2)
     host:     other seconds of the host: of a step, of each request and of each prompt token, shape (3,)
     overlaps: GPU and host work at the same time, as with async scheduling
@@ -80,20 +80,25 @@ class Clock:
         counts = np.arange(int(model.limits.max_num_batched_tokens) + 1)
         requests = np.arange(int(model.limits.max_num_seqs) + 1)
         sizes = np.arange(0, int(counts[-1]) + SIZE_STEP, SIZE_STEP)
-        tokens = sampler.costs(prefill_tokens=counts, prefill_kv_tokens=counts)
-        decoding = sampler.costs(decode_requests=counts)
+        tokens, decodes = sampler.costs(prefill_tokens=counts), sampler.costs(decode_requests=counts)
         few = sampler.costs(decode_requests=np.array([0, 1, 0]), prefill_tokens=np.array([0, 0, 1]))
-        host = few.scheduling - np.array([0.0, 1.0, 1.0]) * few.scheduling[0]
-        one, several = (sampler.chunks(sizes, number) for number in (1, SEVERAL))
+        first, several = (
+            sampler.reading(
+                sampler.costs(prefill_tokens=number * sizes).gpu,
+                prefill_tokens=number * sizes,
+                prefill_requests=np.full_like(sizes, number),
+            )
+            for number in (1, SEVERAL)
+        )
         return cls(
             tokens=tokens.gpu,
             sampled=sampler.costs(sampled_requests=requests).gpu - tokens.gpu[0],
-            decode=sampler.decodes(requests, tokens.gpu),
-            first=one,
-            further=(several - one) / (SEVERAL - 1),
+            decode=sampler.reading(tokens.gpu[: len(requests)], decode_requests=requests),
+            first=first,
+            further=(several - first) / (SEVERAL - 1),
             uneven=sampler.uneven(),
-            launches=np.stack([decoding.launching, tokens.launching], axis=1),
-            host=host,
+            launches=np.stack([decodes.launching, tokens.launching], axis=1),
+            host=few.scheduling - np.array([0.0, 1.0, 1.0]) * few.scheduling[0],
             overlaps=model.limits.async_scheduling,
             leads=model.limits.async_scheduling and not model.shape.recurrent,
             on_cpu=model.gpu.is_cpu,
@@ -109,7 +114,7 @@ class Clock:
         prefill_pairs: int,
         sampled_requests: int,
     ) -> float:
-        """Seconds of a step that follows none. Its arguments are as in a StepBatch of one step."""
+        """Seconds of a step that follows none, by a clock without windows. Arguments are as in a StepBatch."""
         return self.step(
             decode_requests,
             decode_kv_tokens,
@@ -135,43 +140,43 @@ class Clock:
         """Seconds of a step, and `ahead` for the step that follows it.
 
         windows: decode_kv_tokens and prefill_pairs within each of the clock's windows
-        ahead:   seconds that the GPU still needs for the step before when the host is done with it; 0 after a pause
+        ahead:   seconds that the GPU still needs for the step before when the host is done with that step; 0 if no step
+                 comes right before
         """
         all_tokens, chunks = decode_requests + prefill_tokens, prefill_requests
         seconds = self.tokens.item(all_tokens, 0) + self.sampled.item(sampled_requests, 0)
         least = self.tokens.item(all_tokens, 1) + self.sampled.item(sampled_requests, 1)
         reads = ((decode_kv_tokens, prefill_pairs), *windows)
         if decode_requests:
-            for kind, (kv_tokens, _) in enumerate(reads):
-                more = _between(self.decode[kind, decode_requests], kv_tokens / decode_requests)
-                seconds, least = seconds + more[0], least + more[1]
+            for decode, (kv_tokens, _) in zip(self.decode, reads, strict=True):
+                more, more_least = _at_depth(decode[decode_requests], kv_tokens / decode_requests)
+                seconds, least = seconds + more, least + more_least
         if chunks:
-            size = -(-prefill_tokens // (chunks * SIZE_STEP))
-            for kind, (_, pairs) in enumerate(reads):
-                depth = pairs / prefill_tokens
-                more = _between(self.first[kind, size], depth)
-                seconds, least = seconds + more[0], least + more[1]
-                more = _between(self.further[kind, size], depth)
-                seconds, least = seconds + (chunks - 1) * more[0], least + (chunks - 1) * more[1]
-            equal = prefill_tokens / 2.0 + chunks * (prefill_pairs / prefill_tokens - 0.5)
-            seconds = seconds + (prefill_kv_tokens - equal) * self.uneven.item(0)
-            least = least + (prefill_kv_tokens - equal) * self.uneven.item(1)
+            size, others = -(-prefill_tokens // (chunks * SIZE_STEP)), chunks - 1
+            for first, further, (_, pairs) in zip(self.first, self.further, reads, strict=True):
+                more, more_least = _at_depth(first[size], pairs / prefill_tokens)
+                seconds, least = seconds + more, least + more_least
+                more, more_least = _at_depth(further[size], pairs / prefill_tokens)
+                seconds, least = seconds + others * more, least + others * more_least
+            even = prefill_tokens / 2.0 + chunks * (prefill_pairs / prefill_tokens - 0.5)
+            seconds = seconds + (prefill_kv_tokens - even) * self.uneven.item(0)
+            least = least + (prefill_kv_tokens - even) * self.uneven.item(1)
         gpu = _norm(seconds, least, 4)
         launching = self.launches.item(all_tokens, 1 if prefill_tokens else 0)
-        of_step, of_request, of_token = self.host.tolist()
-        host = of_step + (decode_requests + chunks) * of_request + prefill_tokens * of_token
+        host = self.host.item(0) + (decode_requests + chunks) * self.host.item(1) + prefill_tokens * self.host.item(2)
         if not self.overlaps:
             return host + (gpu + launching if self.on_cpu else _norm(gpu, launching, 3)), 0.0
-        host += launching
-        begun = _norm(gpu, host, 3)
-        spare = begun - host if self.leads else 0.0
-        if not self.leads or launching == 0.0 or ahead == 0.0:
-            return begun, spare
-        return _norm(ahead + gpu, host, 3) - ahead, spare
+        host = host + launching
+        alone = _norm(gpu, host, 3)
+        if not self.leads:
+            return alone, 0.0
+        if launching == 0.0:
+            return alone, alone - host
+        return _norm(ahead + gpu, host, 3) - ahead, alone - host
 
 
-def _between(table: FloatArray, depth: float) -> tuple[float, float]:
-    """Seconds and `least` of a depth. table: those at DEPTHS, shape (depths, 2)"""
+def _at_depth(table: FloatArray, depth: float) -> tuple[float, float]:
+    """Seconds and `least` at a depth. table: those at DEPTHS, shape (depths, 2)"""
     cell = min(bisect_right(DEPTHS, depth), len(DEPTHS) - 1) - 1
     share = (depth - DEPTHS[cell]) / (DEPTHS[cell + 1] - DEPTHS[cell])
     (low, low_least), (high, high_least) = table[cell : cell + 2].tolist()
@@ -179,11 +184,8 @@ def _between(table: FloatArray, depth: float) -> tuple[float, float]:
 
 
 def _norm(x: float, y: float, doublings: int) -> float:
-    """The root of x^n + y^n, with 2^doublings for n; neither is negative."""
-    largest = max(x, y)
-    if largest <= 0.0:
-        return 0.0
-    ratio = min(x, y) / largest
+    """The root of x^n + y^n for n = 2^doublings. At least one is positive, and none negative."""
+    largest, ratio = (x, y / x) if x > y else (y, x / y)
     for _ in range(doublings):
         ratio = ratio * ratio
     total = 1.0 + ratio
@@ -193,7 +195,7 @@ def _norm(x: float, y: float, doublings: int) -> float:
 
 
 class _Costs(NamedTuple):
-    """Costs of steps: `gpu` has shape (steps, 2) for seconds and `least`, the others have shape (steps,)."""
+    """Costs of steps: of the GPU, seconds and `least`, shape (steps, 2), and of the host, shape (steps,)."""
 
     gpu: FloatArray
     scheduling: FloatArray
@@ -201,60 +203,60 @@ class _Costs(NamedTuple):
 
 
 class _Sampler(NamedTuple):
-    """The costs of chosen steps of a model. windows: as in `Clock.of`"""
+    """The costs of chosen steps of a model. Work is named as in a StepBatch; windows are as in `Clock.of`."""
 
     model: StepModel
     windows: tuple[tuple[str, int], ...]
 
-    def costs(self, kind: int = 0, **work: IntArray) -> _Costs:
-        """The costs of steps. work: quantities of a StepBatch; others are 0. kind: number of the kind of its reads"""
-        model, none = self.model, np.zeros_like(next(iter(work.values())))
-        reads = [dict.fromkeys(READS, none) for _ in range(1 + len(self.windows))]
-        reads[kind] = {name: work.pop(name, none) for name in READS}
-        windows = tuple(WindowReads(*window, **x) for window, x in zip(self.windows, reads[1:], strict=True))
-        batch = StepBatch(**(dict.fromkeys(QUANTITIES, none) | work | reads[0]), windows=windows)
-        timed, load = model.timed(batch), model.load(batch)
+    def costs(self, depths: Sequence[IntArray] = (), **work: IntArray) -> _Costs:
+        """The costs of steps. depths: of each kind of reads; (): all 0"""
+        none = np.zeros_like(next(iter(work.values())))
+        work = dict.fromkeys(QUANTITIES, none) | work
+        tokens, chunks = work["prefill_tokens"], work["prefill_requests"]
+        before = chunks * -(tokens // np.maximum(chunks, 1) // 2)
+        context, *within = (
+            {
+                "decode_kv_tokens": work["decode_requests"] * depth,
+                "prefill_kv_tokens": tokens + before + chunks * depth,
+                "prefill_pairs": tokens * depth,
+            }
+            for depth in depths or [none] * (1 + len(self.windows))
+        )
+        windows = tuple(
+            WindowReads(kind, window, **reads) for (kind, window), reads in zip(self.windows, within, strict=True)
+        )
+        quantities: dict[str, Any] = work | context
+        return self._costs_of(StepBatch(**quantities, windows=windows))
+
+    def _costs_of(self, batch: StepBatch) -> _Costs:
+        model, timed = self.model, self.model.timed(batch)
+        load = load_of(timed.components, model.precision)
         energy = energy_of(model, batch, load, model.profile)
-        least = np.zeros(none.shape) if energy is None else energy.least
-        gpu = np.stack(np.broadcast_arrays(load.seconds, least), axis=-1)
-        gpu = gpu * (model.profile.coefficient(GPU_PACE) * model.pace)
+        least = np.zeros_like(load.seconds) if energy is None else energy.least
+        gpu = np.stack([load.seconds, least], axis=1) * (model.profile.coefficient(GPU_PACE) * model.pace)
         return _Costs(gpu, timed.scheduling.seconds * model.pace, timed.launching.seconds * model.pace)
 
-    def decodes(self, requests: IntArray, tokens: FloatArray) -> FloatArray:
-        """The costs of decoding, beyond those of the tokens, shape (kinds of reads, requests, depths, 2)."""
-        number, depth = (x.ravel() for x in np.meshgrid(requests, DEPTHS, indexing="ij"))
-        tables = []
-        for kind in range(1 + len(self.windows)):
-            costs = self.costs(kind, decode_requests=number, decode_kv_tokens=number * depth).gpu
-            table = costs.reshape(len(requests), len(DEPTHS), 2)
-            without = tables[0][:, :1] + tokens[: len(requests), None] if kind else tokens[: len(requests), None]
-            tables.append(table - without)
-        return np.stack(tables)
+    def reading(self, without: FloatArray, **work: IntArray) -> FloatArray:
+        """The costs of requests at DEPTHS of each kind of reads, shape (kinds of reads, steps, depths, 2).
 
-    def chunks(self, sizes: IntArray, number: int) -> FloatArray:
-        """The costs of `number` chunks in a step, beyond those of its tokens, shape (kinds of reads, sizes, depths, 2)."""
-        size, depth = (x.ravel() for x in np.meshgrid(sizes, DEPTHS, indexing="ij"))
-        chunks, tokens = np.full_like(sizes, number), sizes * number
+        without: costs of the same tokens without requests, shape (steps, 2)
+
+        They belong to the whole context, and only what a window adds by its depth to the window.
+        """
+        kinds = range(1 + len(self.windows))
+        every = {name: values.repeat(len(DEPTHS)) for name, values in work.items()}
+        deep = np.tile(DEPTHS, len(without))
         tables = []
-        for kind in range(1 + len(self.windows)):
-            if kind:
-                without = self.costs(prefill_tokens=tokens, prefill_requests=chunks)
-            else:
-                without = self.costs(prefill_tokens=tokens, prefill_kv_tokens=tokens)
-            costs = self.costs(
-                kind,
-                prefill_tokens=number * size,
-                prefill_requests=np.full_like(size, number),
-                prefill_kv_tokens=number * (size + depth - size // 2),
-                prefill_pairs=number * size * depth,
-            )
-            tables.append(costs.gpu.reshape(len(sizes), len(DEPTHS), 2) - without.gpu[:, None])
-        return np.stack(tables)
+        for kind in kinds:
+            depths = [deep if other == kind else np.zeros_like(deep) for other in kinds]
+            tables.append(self.costs(depths, **every).gpu.reshape(len(without), len(DEPTHS), 2))
+        not_deep = tables[0][:, :1]
+        return np.stack([tables[0] - without[:, None], *(table - not_deep for table in tables[1:])])
 
     def uneven(self) -> FloatArray:
-        """The cost of a KV token that chunks read in addition to an even depth, shape (2,)."""
-        work = {"prefill_tokens": SIZE_STEP * SEVERAL, "prefill_requests": SEVERAL, "prefill_pairs": DEPTHS[-1]}
-        rows = {name: np.full(2, value) for name, value in work.items()}
+        """`Clock.uneven`, from two steps that differ in the KV tokens only."""
         read = SEVERAL * np.array(DEPTHS[-2:])
-        low, high = self.costs(**rows, prefill_kv_tokens=read).gpu
-        return np.asarray((high - low) / (read[1] - read[0]))
+        none, one = np.zeros_like(read), np.ones_like(read)
+        tokens, pairs = SEVERAL * SIZE_STEP * one, SEVERAL * SIZE_STEP * read
+        fewer, more = self._costs_of(StepBatch(none, none, tokens, SEVERAL * one, read, pairs[:1] * one, none)).gpu
+        return np.asarray((more - fewer) / (read[1] - read[0]))
