@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import QUANTITIES, FloatArray, IntArray, StepBatch, WindowReads
-from fp8plan.model.cost.power import energy_of, load_of
+from fp8plan.model.cost.power import load_of, power_limit
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.profile.profile import GPU_PACE
+from fp8plan.model.profile.sibling import IDLE
 
 DEPTHS = (0, *sorted(base << power for base in (64, 96) for power in range(12)))  # beyond them costs go on in a line
 SIZE_STEP = 16  # tokens
@@ -231,8 +232,10 @@ class _Sampler(NamedTuple):
     def _costs_of(self, batch: StepBatch) -> _Costs:
         model, timed = self.model, self.model.timed(batch)
         load = load_of(timed.components, model.precision)
-        energy = energy_of(model, batch, load, model.profile)
-        least = np.zeros_like(load.seconds) if energy is None else energy.least
+        limit = power_limit(model, batch, load, model.profile, near=0.0)
+        least = np.zeros_like(load.seconds)
+        if limit is not None:
+            least = least + sum(joules for name, joules in limit.joules.items() if name != IDLE) / limit.left
         gpu = np.stack([load.seconds, least], axis=1) * (model.profile.coefficient(GPU_PACE) * model.pace)
         return _Costs(gpu, timed.scheduling.seconds * model.pace, timed.launching.seconds * model.pace)
 

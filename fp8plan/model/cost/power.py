@@ -282,42 +282,22 @@ def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
     return {MEMORY_WATTS: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
 
 
-class Energy(NamedTuple):
-    """The energy of steps beyond that of an idle GPU.
+def power_limit(
+    engine: Engine, batch: StepBatch, load: Load, profile: Profile, near: float = NEAR
+) -> PowerLimit | None:
+    """The effect of the power limit on steps with this load.
 
-    joules: power coefficient -> energy by it, shape (steps,)
-    left:   watts at the limit, less those of an idle GPU
+    None if no step comes as `near` to the limit, or GPU or profile have no data on power.
     """
-
-    joules: dict[str, Array]
-    left: float
-
-    @property
-    def least(self) -> Array:
-        """Seconds that the energy takes at the limit, shape (steps,)."""
-        return np.asarray(sum(self.joules.values())) / self.left
-
-
-def energy_of(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> Energy | None:
-    """The energy of steps with this load. None if GPU or profile have no data on power."""
     limit = engine.gpu.power_limit_watts or profile.coefficients.get(LIMIT)
     if limit is None or not knows_power(profile):
         return None
-    left = max(LIMIT_SHARE * limit - profile.coefficient(IDLE), 1.0)
-    return Energy(joules_by_coefficient(uses(engine, batch, load), profile), left)
-
-
-def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> PowerLimit | None:
-    """The effect of the power limit on steps with this load.
-
-    None if no step comes near the limit, or GPU or profile have no data on power.
-    """
-    energy = energy_of(engine, batch, load, profile)
-    if energy is None:
-        return None
-    least = energy.least
+    idle = profile.coefficient(IDLE)
+    left = max(LIMIT_SHARE * limit - idle, 1.0)
+    used = joules_by_coefficient(uses(engine, batch, load), profile)
+    least = np.asarray(sum(used.values())) / left
     ratio = least / np.where(load.seconds > 0, load.seconds, 1.0)
-    if (ratio < NEAR).all():
+    if (ratio < near).all():
         return None
     second = ratio * ratio  # numpy's power is many times slower
     fourth = second * second
@@ -327,8 +307,7 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
     free = stretch / raised  # d seconds / d those without
     bound = ratio * second * fourth * eighth * free  # d seconds / d least
     running = {kind: _watts(name, profile)[1] for kind, name in RUNNING.items()}
-    joules = energy.joules | {IDLE: least * profile.coefficient(IDLE)}
-    return PowerLimit(stretch, free, bound, joules, energy.left, running)
+    return PowerLimit(stretch, free, bound, used | {IDLE: least * idle}, left, running)
 
 
 def joules_by_coefficient(used: Mapping[str, Array], profile: Profile) -> dict[str, Array]:

@@ -156,7 +156,7 @@ def test_other_engines_take_as_long_as_by_the_model(name: str, machine: str, lim
 def test_chunks_of_unequal_lengths_take_as_long_as_by_the_model() -> None:
     """Latent attention projects every latent of the contexts, and hits of the prefix cache leave short chunks."""
     model, _ = engine(LATENT, "bf16", tensor_parallel_size=2)
-    new, before = np.array([4000, *[5] * 40]), np.array([0, *[8000] * 40])
+    new, before = np.array([12000, *[5] * 80]), np.array([0, *[3000] * 80])
     pairs = new * before + new * (new + 1) // 2
     work = (0, 0, new.sum(), len(new), (new + before).sum(), pairs.sum(), len(new))
     assert_as_the_model(model, Clock.of(model), StepBatch(*columns([work])))
