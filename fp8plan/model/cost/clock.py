@@ -72,7 +72,7 @@ class Clock:
 
     @classmethod
     def of(cls, model: StepModel, windows: Sequence[tuple[str, int]] = ()) -> Clock:
-        """The clock of a model's steps, at the pace of its rollouts, without a trainer's front.
+        """The clock of a model's steps at the pace of its rollouts, without speculation and a trainer's front.
 
         windows: kind and size, as in WindowReads, of the windows whose reads `step` gets. In other windows queries read
                  as if all decoding requests of a step were equally long, and all its chunks too
@@ -83,14 +83,8 @@ class Clock:
         sizes = np.arange(0, int(counts[-1]) + SIZE_STEP, SIZE_STEP)
         tokens, decodes = sampler.costs(prefill_tokens=counts), sampler.costs(decode_requests=counts)
         few = sampler.costs(decode_requests=np.array([0, 1, 0]), prefill_tokens=np.array([0, 0, 1]))
-        first, several = (
-            sampler.reading(
-                sampler.costs(prefill_tokens=number * sizes).gpu,
-                prefill_tokens=number * sizes,
-                prefill_requests=np.full_like(sizes, number),
-            )
-            for number in (1, SEVERAL)
-        )
+        of_step, with_request, with_token = few.scheduling
+        first, several = sampler.chunks(sizes, 1), sampler.chunks(sizes, SEVERAL)
         return cls(
             tokens=tokens.gpu,
             sampled=sampler.costs(sampled_requests=requests).gpu - tokens.gpu[0],
@@ -99,7 +93,7 @@ class Clock:
             further=(several - first) / (SEVERAL - 1),
             uneven=sampler.uneven(),
             launches=np.stack([decodes.launching, tokens.launching], axis=1),
-            host=few.scheduling - np.array([0.0, 1.0, 1.0]) * few.scheduling[0],
+            host=np.array([of_step, with_request - of_step, with_token - of_step]),
             overlaps=model.limits.async_scheduling,
             leads=model.limits.async_scheduling and not model.shape.recurrent,
             on_cpu=model.gpu.is_cpu,
@@ -214,11 +208,11 @@ class _Sampler(NamedTuple):
         none = np.zeros_like(next(iter(work.values())))
         work = dict.fromkeys(QUANTITIES, none) | work
         tokens, chunks = work["prefill_tokens"], work["prefill_requests"]
-        before = chunks * -(tokens // np.maximum(chunks, 1) // 2)
+        half = tokens // np.maximum(chunks, 1) // 2  # of a chunk, which its mean query reads beside what came before
         context, *within = (
             {
                 "decode_kv_tokens": work["decode_requests"] * depth,
-                "prefill_kv_tokens": tokens + before + chunks * depth,
+                "prefill_kv_tokens": tokens + chunks * (depth - half),
                 "prefill_pairs": tokens * depth,
             }
             for depth in depths or [none] * (1 + len(self.windows))
@@ -240,11 +234,11 @@ class _Sampler(NamedTuple):
         return _Costs(gpu, timed.scheduling.seconds * model.pace, timed.launching.seconds * model.pace)
 
     def reading(self, without: FloatArray, **work: IntArray) -> FloatArray:
-        """The costs of requests at DEPTHS of each kind of reads, shape (kinds of reads, steps, depths, 2).
+        """The costs of requests by the depth of each kind of reads, shape (kinds of reads, steps, depths, 2).
 
         without: costs of the same tokens without requests, shape (steps, 2)
 
-        They belong to the whole context, and only what a window adds by its depth to the window.
+        The first kind has all costs that are the same at every depth.
         """
         kinds = range(1 + len(self.windows))
         every = {name: values.repeat(len(DEPTHS)) for name, values in work.items()}
@@ -256,10 +250,16 @@ class _Sampler(NamedTuple):
         not_deep = tables[0][:, :1]
         return np.stack([tables[0] - without[:, None], *(table - not_deep for table in tables[1:])])
 
+    def chunks(self, sizes: IntArray, number: int) -> FloatArray:
+        """`reading` for steps of `number` chunks of each size."""
+        tokens, chunks = number * sizes, np.full_like(sizes, number)
+        without = self.costs(prefill_tokens=tokens).gpu
+        return self.reading(without, prefill_tokens=tokens, prefill_requests=chunks)
+
     def uneven(self) -> FloatArray:
-        """`Clock.uneven`, from two steps that differ in the KV tokens only."""
+        """`Clock.uneven`, from two steps that differ in the KV tokens alone and fill every window."""
         read = SEVERAL * np.array(DEPTHS[-2:])
         none, one = np.zeros_like(read), np.ones_like(read)
-        tokens, pairs = SEVERAL * SIZE_STEP * one, SEVERAL * SIZE_STEP * read
-        fewer, more = self._costs_of(StepBatch(none, none, tokens, SEVERAL * one, read, pairs[:1] * one, none)).gpu
+        chunks, tokens = SEVERAL * one, SEVERAL * SIZE_STEP * one
+        fewer, more = self._costs_of(StepBatch(none, none, tokens, chunks, read, DEPTHS[-1] * tokens, none)).gpu
         return np.asarray((more - fewer) / (read[1] - read[0]))
