@@ -282,10 +282,12 @@ def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
     return {MEMORY_WATTS: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
 
 
-def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> PowerLimit | None:
+def power_limit(
+    engine: Engine, batch: StepBatch, load: Load, profile: Profile, near: float = NEAR
+) -> PowerLimit | None:
     """The effect of the power limit on steps with this load.
 
-    None if no step comes near the limit, or GPU or profile have no data on power.
+    None if no step comes as `near` to the limit, or GPU or profile have no data on power.
     """
     limit = engine.gpu.power_limit_watts or profile.coefficients.get(LIMIT)
     if limit is None or not knows_power(profile):
@@ -295,7 +297,7 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
     used = joules_by_coefficient(uses(engine, batch, load), profile)
     least = np.asarray(sum(used.values())) / left
     ratio = least / np.where(load.seconds > 0, load.seconds, 1.0)
-    if (ratio < NEAR).all():
+    if (ratio < near).all():
         return None
     second = ratio * ratio  # numpy's power is many times slower
     fourth = second * second
