@@ -19,21 +19,13 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
 than half a second. `State` in state.py is the reference, which serves where there is no compiler. It is
-hundreds of times slower. Turns have the reference alone.
+hundreds of times slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -41,9 +33,10 @@ import numpy as np
 from fp8plan.checks import whole
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
-from fp8plan.model.schedule.loop import StepClock
+from fp8plan.model.schedule.compiled import ClockInC, Numbers, Seconds, compiled
 from fp8plan.model.turns import TurnTable
 
 COLUMNS = (  # of a Schedule, in the order of c/state.h
@@ -165,7 +158,7 @@ def schedule(
     longest_run: int = 2**62,
     groups: tuple[Spec, ...] = (),
     rules: CacheRules = OF_0_30,
-    clock: StepClock | None = None,
+    clock: Clock | None = None,
     concurrent: int | None = None,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
@@ -191,14 +184,15 @@ def schedule(
     tokens = prompts + (responses if turns is None else turns.added)
     least_pool = _check_fits(tokens, num_blocks, limits, groups)
     work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
-    made = run_compiled(*work) or run_reference(*work, clock, most)
+    timed_by = None if turns is None else clock
+    made = run_compiled(*work, timed_by, most) or run_reference(*work, timed_by, most)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
         requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
-        blocks_wanted=None if made.pool_mattered else max(num_blocks - made.least_free, least_pool),
+        blocks_wanted=None if timed_by or made.pool_mattered else max(num_blocks - made.least_free, least_pool),
         windows=made.windows,
         sampled=None,
         ended=made.ended,
@@ -209,7 +203,6 @@ def schedule(
     )
 
 
-Numbers = ctypes.POINTER(ctypes.c_int64)
 KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # numbers of kinds in c/state.h
 TOO_FEW_BLOCKS = -2
 
@@ -252,11 +245,17 @@ def run_compiled(
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
+    clock: Clock | None = None,
+    concurrent: int = 2**62,
 ) -> Run | None:
-    """Simulate in C. None with turns, where it is not compiled, or finds no memory. longest: most steps in one row"""
+    """Simulate in C. None where it is not compiled, or finds no memory.
+
+    longest: most steps in one row. clock, concurrent: as in `schedule`, with turns
+    """
     library = compiled()
-    if library is None or turns is not None:
+    if library is None:
         return None
+    table = TurnTable.single(responses) if turns is None else turns
     windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
     specs = [
         (
@@ -280,59 +279,32 @@ def run_compiled(
         rules.retain_all,
         rules.leaves_one,
         rules.holders_wait,
+        concurrent,
     )
-    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
+    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows), len(table.generated)
     kinds = [(KINDS[kind], window) for kind, window in windows]
-    tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
-    arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
+    tables = (counts, prompts, prompt_ids, table.first, table.generated, table.tool, settings, specs, kinds)
+    arrays = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
-    pointers = [table.ctypes.data_as(Numbers) for table in (*arrays, facts, ended)]
-    made = library.fp8plan_schedule(*pointers, ctypes.byref(rows))
+    pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]
+    wait_s = np.ascontiguousarray(table.wait_s, dtype=np.float64)
+    timed_by = None if clock is None else ctypes.byref(ClockInC(clock))
+    made = library.fp8plan_schedule(*pointers, wait_s.ctypes.data_as(Seconds), timed_by, ctypes.byref(rows))
     if made == TOO_FEW_BLOCKS:
         from fp8plan.model.schedule.pool import too_few_blocks
 
         raise too_few_blocks(num_blocks)
     if made < 0:
         return None
-    table = np.empty((len(COLUMNS) + 3 * len(windows), made), dtype=np.int64)
-    library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
-    columns = dict(zip(COLUMNS, table, strict=False)) | {name: np.zeros(made, dtype=np.int64) for name in TURN_COLUMNS}
-    reads = [table[at : at + 3] for at in range(len(COLUMNS), len(table), 3)]
+    names = (*COLUMNS, *TURN_COLUMNS, "idle_s")
+    made_rows = np.empty((len(names) + 3 * len(windows), made), dtype=np.int64)
+    library.fp8plan_columns(rows, made, len(made_rows), made_rows.ctypes.data_as(Numbers))
+    columns = dict(zip(names, made_rows, strict=False))
+    idle_s = columns.pop("idle_s").view(np.float64)
+    reads = [made_rows[at : at + 3] for at in range(len(names), len(made_rows), 3)]
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
-    return Run(columns, np.zeros(made), work, ended, least_free, any(facts_of_pool))
-
-
-@cache
-def compiled() -> ctypes.CDLL | None:
-    """The library that this machine's C compiler made of c/scheduler.c, in the user's cache folder; None without one.
-
-    The environment variable CC names another compiler, or, if it is empty, none.
-    """
-    source = Path(__file__).with_name("c") / "scheduler.c"
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not compiler:
-        return None
-    texts = [path.read_text(encoding="utf-8") for path in sorted(source.parent.iterdir())]
-    made_from = "\n".join([platform.platform(), *compiler, *texts])
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8plan"
-        library = folder / f"scheduler-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.so"
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                made = Path(temporary) / library.name
-                command = [*compiler, "-O1", "-shared", "-fPIC", "-o", str(made), str(source)]
-                subprocess.run(command, check=True, capture_output=True, timeout=60)
-                made.replace(library)  # in one go: another process may be about to load it
-        loaded = ctypes.CDLL(str(library))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
-        return None
-    loaded.fp8plan_schedule.restype = ctypes.c_int64
-    arrays = [Numbers] * 9  # seven tables, the facts, and the rows that end requests
-    loaded.fp8plan_schedule.argtypes = [*arrays, ctypes.POINTER(Numbers)]
-    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
-    return loaded
+    return Run(columns, idle_s, work, ended, least_free, any(facts_of_pool))
 
 
 def run_reference(
@@ -345,7 +317,7 @@ def run_reference(
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
-    clock: StepClock | None = None,
+    clock: Clock | None = None,
     concurrent: int = 2**62,
 ) -> Run:
     """Simulate with `State`. longest: most steps in one row. clock, concurrent: as in `schedule`, with turns"""
@@ -356,8 +328,7 @@ def run_reference(
     kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
     pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
     table = TurnTable.single(responses) if turns is None else turns
-    timed_by = None if turns is None else clock
-    state = State(prompts.tolist(), table, pool, groups, limits, rules, timed_by, concurrent)
+    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock, concurrent)
     state.run(longest)
     names = COLUMNS + TURN_COLUMNS
     columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in names}
@@ -394,7 +365,7 @@ def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
         )
 
 
-def _check_turns(turns: TurnTable | None, responses: IntArray, clock: StepClock | None, concurrent: int | None) -> int:
+def _check_turns(turns: TurnTable | None, responses: IntArray, clock: Clock | None, concurrent: int | None) -> int:
     """The most trajectories at once. Raises ConfigError for turns that are malformed, or cannot be simulated so."""
     if turns is None:
         if concurrent is not None:

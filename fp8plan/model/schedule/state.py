@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from fp8plan.model.cost.base import QUANTITIES
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.loop import CLOCKED, Loop, StepClock
+from fp8plan.model.schedule.loop import Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.windows import pairs_read, tokens_read
 from fp8plan.model.turns import TurnTable
@@ -40,7 +42,7 @@ class State:
         groups: tuple[Spec, ...],
         limits: EngineLimits,
         rules: CacheRules,
-        clock: StepClock | None,
+        clock: Clock | None,
         concurrent: int,
     ) -> None:
         """clock: None if no request arrives later than at the start. concurrent: most trajectories at once"""
@@ -56,6 +58,7 @@ class State:
         self.final = [p + g - 1 for p, g in zip(prompts, generated, strict=True)]  # tokens computed at the turn's end
         self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
         self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
+        self.ahead = 0.0  # seconds that the GPU still needs for the last step (`Clock.step`)
         self.clock, self.loop = clock, Loop(int(limits.async_scheduling))
         self.away = 0  # trajectories whose tool works
         self.started = min(concurrent, requests)  # trajectories that have begun
@@ -163,13 +166,16 @@ class State:
 
     def _steps_to_arrival(self, most: int) -> int:
         """Steps up to and including the next one after which an arrival is seen, at most `most`."""
-        clock, requests = self.clock, len(self.offset)
+        clock = self.clock
         if clock is None or not self.loop.awaits:
             return most
-        tokens = sum(self.now + offset + 1 for offset in self.offset.values())
-        return self.loop.steps_to_arrival(
-            most, lambda step: clock.seconds(requests, tokens + step * requests, 0, 0, 0, 0, requests)
-        )
+        return self.loop.steps_to_arrival(most, lambda step: self._decode_seconds(clock, step)[0])
+
+    def _decode_seconds(self, clock: Clock, step: int) -> tuple[float, float]:
+        """`Clock.step` of a step in which requests only decode, `step` steps from now, in a run of several."""
+        requests, before = len(self.offset), [self.now + step + offset for offset in self.offset.values()]
+        reads = [(sum(pairs_read(window, tokens, tokens + 1) for tokens in before), 0) for window in self.windows]
+        return clock.step(requests, sum(before) + requests, 0, 0, 0, 0, requests, reads)
 
     # One step in which anything may happen
 
@@ -457,10 +463,16 @@ class State:
             return
         if not served:
             self.loop.skip()
-            return
-        requests, tokens, *prefill = [self.rows[-1][name] for name in CLOCKED]
-        for step in range(steps):
-            self.loop.serve(self.clock.seconds(requests, tokens + step * requests, *prefill))
+        elif steps == 1:
+            work = [self.rows[-1][name] for name in QUANTITIES]
+            reads = [(rows[-1][0], rows[-1][2]) for rows in self.window_rows]
+            ahead = 0.0 if self.idle_s[-1] else self.ahead
+            seconds, self.ahead = self.clock.step(*work, reads, ahead)
+            self.loop.serve(seconds)
+        else:
+            for step in range(steps):
+                seconds, self.ahead = self._decode_seconds(self.clock, step)
+                self.loop.serve(seconds)
 
     def _record(
         self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], started: int, cached: int
