@@ -14,7 +14,6 @@ from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 
-
 TOKENS, REQUESTS = 8192, 256  # of a step, at most
 SHAPE = TOKENS // SIZE_STEP + 1, len(DEPTHS), 2
 
@@ -24,7 +23,11 @@ def linear_clock(
     step_s: float, token_s: float = 0.0, kv_token_s: float = 0.0, pair_s: float = 0.0, windows: int = 0
 ) -> Clock:
     """Step seconds that are linear in what a step does, at no power limit and no cost of the host or of windows."""
-    tokens, sampled, decode = np.zeros((TOKENS + 1, 2)), np.zeros((REQUESTS + 1, 2)), np.zeros((REQUESTS + 1, *SHAPE[1:]))
+    tokens, sampled, decode = (
+        np.zeros((TOKENS + 1, 2)),
+        np.zeros((REQUESTS + 1, 2)),
+        np.zeros((REQUESTS + 1, *SHAPE[1:])),
+    )
     chunk = np.zeros(SHAPE)
     tokens[:, 0] = step_s + token_s * np.arange(TOKENS + 1)
     sampled[:, 0] = token_s * np.arange(REQUESTS + 1)
@@ -38,9 +41,32 @@ def linear_clock(
 EQUAL_STEPS = linear_clock(1.0)  # so that waits of whole seconds end together
 
 
+def random_clock(rng: np.random.Generator, limits: EngineLimits, windows: int) -> Clock:
+    """A clock of random tables. In half of the steps that have launches, the host may begin before the last one ends."""
+    tokens, requests = limits.max_num_batched_tokens + 1, limits.max_num_seqs + 1
+    chunks = (1 + windows, tokens // SIZE_STEP + 2, len(DEPTHS), 2)
+    return Clock(
+        tokens=rng.uniform(1e-3, 1e-2, (tokens, 2)),
+        sampled=rng.uniform(0, 1e-3, (requests, 2)),
+        decode=rng.uniform(0, 1e-2, (1 + windows, requests, len(DEPTHS), 2)),
+        first=rng.uniform(0, 1e-2, chunks),
+        further=rng.uniform(0, 3e-3, chunks),
+        uneven=rng.uniform(0, 1e-5, 2),
+        launches=rng.uniform(0, 1e-2, (tokens, 2)) * rng.integers(0, 2, (tokens, 2)),
+        host=rng.uniform(0, 1e-2, 3),
+        overlaps=limits.async_scheduling,
+        leads=limits.async_scheduling and bool(rng.random() < 0.7),
+        on_cpu=bool(rng.random() < 0.2),
+    )
+
+
 def seconds_of(clock: Clock, *work: int) -> float:
     """The seconds of a step by a linear clock, whatever it reads in windows. work: arguments of `Clock.step`"""
     return clock.step(*work, windows=[(0, 0)] * (len(clock.decode) - 1))[0]
+
+
+def num_windows(groups: tuple[Spec, ...]) -> int:
+    return len({(group.kind, group.window) for group in groups if group.window})
 
 
 class Trace(NamedTuple):
@@ -120,7 +146,6 @@ def trace(seed: int, family: str = "full") -> Trace:
     least = sum(blocks_needed(longest, group, limits) for group in groups)
     pool = int(least * rng.choice([1.0, 1.5, 2.5, 6.0, 100.0])) + int(rng.integers(0, 4))
     concurrent = int(rng.integers(1, len(prompt_ids) + 1)) if rng.random() < 1 / 3 else None
-    windows = len({(group.kind, group.window) for group in groups if group.window})
     costs = (1.0,) if equal else (4e-3, 2.3e-5, 7.1e-8, 1.3e-9)
-    clock = linear_clock(*costs, windows=windows)
+    clock = linear_clock(*costs, windows=num_windows(groups))
     return Trace(batch, pool, limits, groups, bool(rng.random() < 0.4), clock, concurrent)

@@ -56,7 +56,17 @@ def compiled() -> ctypes.CDLL | None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name
-                command = [*compiler, "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-o", str(made), str(source), "-lm"]
+                command = [
+                    *compiler,
+                    "-O1",
+                    "-ffp-contract=off",
+                    "-shared",
+                    "-fPIC",
+                    "-o",
+                    str(made),
+                    str(source),
+                    "-lm",
+                ]
                 subprocess.run(command, check=True, capture_output=True, timeout=60)
                 made.replace(library)  # in one go: another process may be about to load it
         loaded = ctypes.CDLL(str(library))
