@@ -58,8 +58,9 @@ def test_without_spread_every_length_is_the_mean() -> None:
 @given(workloads)
 def test_a_batch_is_whole_numbers_prompt_by_prompt(work: Workload) -> None:
     batch = work.batch()
-    assert {len(column) for column in batch} == {work.prompts * work.samples_per_prompt}
-    assert {column.dtype for column in batch} == {np.dtype(np.int64)}
+    columns = batch.prompts, batch.responses, batch.prompt_ids
+    assert {len(column) for column in columns} == {work.prompts * work.samples_per_prompt}
+    assert {column.dtype for column in columns} == {np.dtype(np.int64)}
     assert min(batch.prompts.min(), batch.responses.min()) >= 1
     assert np.unique(batch.prompt_ids).tolist() == list(range(work.prompts))
     assert (np.diff(batch.prompt_ids) >= 0).all()
@@ -279,4 +280,4 @@ def test_a_trace_with_a_row_per_response_keeps_prompts_and_responses_together() 
 
 
 def test_a_batch_unpacks_in_the_order_the_scheduler_takes() -> None:
-    assert Batch._fields == ("prompts", "responses", "prompt_ids")
+    assert Batch._fields == ("prompts", "responses", "prompt_ids", "turns")

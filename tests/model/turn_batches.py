@@ -14,7 +14,7 @@ from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 
-TOKENS, REQUESTS = 8192, 256  # of a step, at most
+TOKENS, REQUESTS = 16384, 1024  # of a step, at most, as in EngineLimits()
 SHAPE = TOKENS // SIZE_STEP + 1, len(DEPTHS), 2
 
 
@@ -42,7 +42,7 @@ EQUAL_STEPS = linear_clock(1.0)  # so that waits of whole seconds end together
 
 
 def random_clock(rng: np.random.Generator, limits: EngineLimits, windows: int) -> Clock:
-    """A clock of random tables. In half of the steps that have launches, the host may begin before the last one ends."""
+    """A clock of random tables, in which half of the steps have launches."""
     tokens, requests = limits.max_num_batched_tokens + 1, limits.max_num_seqs + 1
     chunks = (1 + windows, tokens // SIZE_STEP + 2, len(DEPTHS), 2)
     return Clock(

@@ -74,7 +74,6 @@ def compiled() -> ctypes.CDLL | None:
         return None
     loaded.fp8plan_schedule.restype = ctypes.c_int64
     arrays = [Numbers] * 11  # nine tables, the facts, and the rows that end requests
-    clock = [Seconds, ctypes.POINTER(ClockInC)]
-    loaded.fp8plan_schedule.argtypes = [*arrays, *clock, ctypes.POINTER(Numbers)]
+    loaded.fp8plan_schedule.argtypes = [*arrays, Seconds, ctypes.POINTER(ClockInC), ctypes.POINTER(Numbers)]
     loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
     return loaded

@@ -9,9 +9,50 @@ A step takes the time of the model on the GPU and nothing else. A client knows o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
+
+from fp8plan.checks import whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.cost.base import IntArray
+from fp8plan.model.cost.clock import Clock
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.schedule.rows import Rows, Work
+from fp8plan.model.turns import TurnTable
+
+
+def check_turns(
+    turns: TurnTable | None,
+    responses: IntArray,
+    limits: EngineLimits,
+    groups: tuple[Spec, ...],
+    clock: Clock | None,
+    concurrent: int | None,
+) -> None:
+    """Raise ConfigError for turns that are malformed, and for what is not simulated. Arguments as in `schedule`."""
+    if turns is None:
+        raise ConfigError(f"concurrent is {concurrent!r} for a batch without turns; allowed: None")
+    turns.check(responses)
+    if turns.dropped.any():
+        raise ConfigError(
+            "the next prompt leaves out tokens of a turn (dropped), which the scheduler does not simulate; "
+            "allowed: dropped = 0 for every turn"
+        )
+    if clock is None:
+        raise ConfigError("a batch with turns needs the seconds of each step; give clock")
+    windows = len({(group.kind, group.window) for group in groups if group.window})
+    tokens, requests, windows_timed = len(clock.tokens) - 1, clock.decode.shape[1] - 1, len(clock.decode) - 1
+    if tokens < limits.max_num_batched_tokens or requests < limits.max_num_seqs or windows_timed != windows:
+        raise ConfigError(
+            f"the clock has steps of up to {tokens} tokens and {requests} requests, with {windows_timed} windows, but "
+            f"the engine's have up to {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests, with "
+            f"{windows} windows; make it with Clock.of(model, windows) for this engine"
+        )
+    if concurrent is not None:
+        whole("concurrent", concurrent, otherwise=", or None")
 
 
 class Times(NamedTuple):
@@ -34,13 +75,14 @@ class Times(NamedTuple):
 class Loop:
     """The times of the steps so far, and the trajectories whose next request is still to arrive.
 
-    idle_s: seconds that the engine waited for a request, since `take_idle`
+    Without a clock no time passes: then all requests wait at the start.
     """
 
-    def __init__(self, lag: int) -> None:
-        self.times = Times()
-        self.idle_s = 0.0
-        self._lag = lag
+    def __init__(self, lag: int, clock: Clock | None) -> None:
+        self._lag, self._clock = lag, clock
+        self._times = Times()
+        self._ahead = 0.0  # seconds that the GPU still needs for the last step (`Clock.step`)
+        self._idle_s = 0.0
         self._arrivals: list[tuple[float, int]] = []  # a heap of (seconds, trajectory)
 
     @property
@@ -50,43 +92,53 @@ class Loop:
 
     def expect(self, wait_s: float, trajectory: int) -> None:
         """Let a trajectory's next request arrive `wait_s` after the end of the last step."""
-        heappush(self._arrivals, (self.times.ended + wait_s, trajectory))
+        heappush(self._arrivals, (self._times.ended + wait_s, trajectory))
 
     def take_arrived(self) -> list[int]:
         """The trajectories whose requests the next step sees, in order of arrival, then of number."""
         arrived = []
-        while self._sees_arrival(self.times):
+        while self._sees_arrival(self._times):
             arrived.append(heappop(self._arrivals)[1])
         return arrived
 
     def wait(self) -> None:
         """Let an engine without a request wait for the next arrival."""
         arrival = self._arrivals[0][0]
-        self.idle_s += max(arrival - self.times.ended, 0.0)
-        self.times = self.times._replace(scheduled=max(arrival, self.times.scheduled))
+        if arrival > self._times.ended:
+            self._idle_s += arrival - self._times.ended
+            self._ahead = 0.0
+        self._times = self._times._replace(scheduled=max(arrival, self._times.scheduled))
 
     def take_idle(self) -> float:
-        idle_s, self.idle_s = self.idle_s, 0.0
+        """The seconds that the engine has waited since this was asked."""
+        idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
-
-    def serve(self, seconds: float) -> None:
-        """Pass a step that serves requests, in seconds above 0."""
-        self.times = self.times.after(seconds, self._lag)
 
     def skip(self) -> None:
         """Pass a step that serves nobody, which takes no time."""
-        self.times = self.times.after(0.0, self._lag)
+        self._times = self._times.after(0.0, self._lag)
 
-    def steps_to_arrival(self, most: int, seconds: Callable[[int], float]) -> int:
-        """The number of steps before one that sees an arrival, at most `most`. seconds: of the step of each number"""
-        if not self._arrivals:
+    def serve(self, rows: Rows) -> None:
+        """Pass the steps of the last row. One of a single step follows the row before (fp8plan.model.rollout)."""
+        if self._clock is None:
+            return
+        steps = rows.last_steps()
+        for work in steps:
+            ahead = self._ahead if len(steps) == 1 else 0.0
+            seconds, self._ahead = self._clock.step(**work, ahead=ahead)
+            self._times = self._times.after(seconds, self._lag)
+
+    def steps_to_arrival(self, most: int, decodes: Iterable[Work]) -> int:
+        """Steps in which only requests decode, up to one before a step that sees an arrival, at most `most`."""
+        if self._clock is None or not self._arrivals:
             return most
-        times = self.times
-        for step in range(most):
-            times = times.after(seconds(step), self._lag)
+        times, steps = self._times, 0
+        for work in islice(decodes, most):
+            times = times.after(self._clock.step(**work)[0], self._lag)
+            steps += 1
             if self._sees_arrival(times):
-                return step + 1
-        return most
+                break
+        return steps
 
     def _sees_arrival(self, times: Times) -> bool:
         return bool(self._arrivals) and self._arrivals[0][0] <= times.next_scheduled(self._lag)

@@ -126,8 +126,7 @@ class Pool:
         requests, size = len(prompts), groups[0].block_size
         self.free = num_blocks
         self.changes = 0  # counted, so that no admission is tried again without one
-        self.hit_freed_blocks = False
-        self.missed_evicted = False  # true once a look-up came upon an evicted block
+        self.hit_freed_blocks = self.missed_evicted = False  # true once a look-up came upon a freed or evicted block
         self.shared_prefix = 0  # tokens of one group's longer hit in the last look-up; 0: none
         self._clean = num_blocks  # free blocks without a hash
         self._queue = OrderedDict[Block, None]()  # the other free blocks, the one that is evicted next at first
@@ -158,8 +157,7 @@ class Pool:
         self._since = [-1] * requests  # the step in which it became steady
         self._in_flight = [0] * requests  # its tokens in flight in that step
         self._calendar = defaultdict[int, list[int]](list)  # step -> steady requests; outdated where _event differs
-        self._admissions = 0
-        self._admitted = [0] * requests  # the number of a request's last admission
+        self._admitted = [0] * requests  # grows with each admission
         self._event = [-1] * requests  # the next step in which a steady request's blocks may change
 
     def begin_step(self, step: int) -> None:
@@ -309,8 +307,7 @@ class Pool:
             table.blocks = [None] * table.start
             table.blocks += blocks
         self.changes += 1
-        self._admissions += 1
-        self._admitted[request] = self._admissions
+        self._admitted[request] = self.changes
 
     def _hit_blocks(self, request: int, hit: int) -> list[list[Block]]:
         """The blocks that each group needs of the last look-up's hit."""

@@ -6,12 +6,9 @@ prefill. A request that finds no free block preempts the last running request, p
 preempted, waiting requests are admitted while slots, token budget and blocks last. A preempted request goes to the head
 of the queue. It recomputes the tokens that the prefix cache has lost.
 
-If all requests wait at the start, no decision depends on how long a step takes. So the schedule is found first, in
-steps, and timed afterwards. The next request of a trajectory arrives when a tool has answered. So turns need a clock,
-which gives the seconds of each step while the schedule is made (loop.py).
-
-Between two events (a finish, an arrival, an admission, a full pool) every running request gains one token a step, so a
-run of steps is one row. Counts are exact, not approximated.
+Without turns no decision depends on how long a step takes, so the schedule is found first and timed afterwards. With
+turns a clock decides by the seconds of each step what arrives when (loop.py). Between two events (a finish, an arrival,
+an admission, a full pool) every running request gains one token a step, so a run of steps is one row. Counts are exact.
 
 Not modelled are priorities and LoRA. Nor is the one step more that asynchronous scheduling serves a response which ends
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
@@ -26,42 +23,19 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.checks import whole
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
 from fp8plan.model.schedule.compiled import ClockInC, Numbers, Seconds, compiled
+from fp8plan.model.schedule.loop import check_turns
+from fp8plan.model.schedule.rows import COLUMNS, TURN_COLUMNS
 from fp8plan.model.turns import TurnTable
-
-COLUMNS = (  # of a Schedule, in the order of c/state.h
-    "steps",  # alike steps in this row
-    "decode_requests",  # requests that get one token in each step
-    "decode_kv_tokens",  # KV tokens they read in the row's first step, summed; grows by decode_requests a step
-    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
-    "running",
-    "waiting",
-    "used_blocks",  # while the last step of the row runs
-    "preemptions",  # in this row, or in a step without tokens before it, which costs nothing and has no row
-    "finished",
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",  # that decode, or whose prefill ends here
-    "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
-)
-TURN_COLUMNS = (  # 0 without turns
-    "away",  # trajectories whose tool works
-    # Tokens of the turns before that requests admitted here compute again, because the cache has lost them. Those of a
-    # block that was not full are left out, because no cache keeps it.
-    "again_tokens",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +52,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS.
+    """The actions of the engine in order: arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS.
 
     With turns, each turn is a request of its own in the columns, and `requests` and `ended` are of trajectories.
     """
@@ -100,7 +74,7 @@ class Schedule:
     finished: IntArray
     away: IntArray
     again_tokens: IntArray
-    idle_s: FloatArray  # seconds that the engine waited for a request before each row, shape (rows,)
+    idle_s: FloatArray
     prompt_tokens: int  # in all requests; of trajectories, in their first turns
     requests: int
     num_blocks: int  # size of the pool that it was made for
@@ -117,10 +91,8 @@ class Schedule:
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
         """True if a pool of that size, shared by these groups, is known to give this very schedule on any engine."""
-        if self.timed:
-            return False
         enough = self.blocks_wanted is not None and num_blocks >= self.blocks_wanted
-        return groups == self.groups and (num_blocks == self.num_blocks or enough)
+        return not self.timed and groups == self.groups and (num_blocks == self.num_blocks or enough)
 
     @property
     def weights(self) -> IntArray | FloatArray:
@@ -172,20 +144,20 @@ def schedule(
                         attention, with limits.block_size
     rules:              of the prefix cache of windows and states
     clock:              gives the seconds of a step; needed with turns, and not used without
-    concurrent:         most trajectories that run or wait for a tool at once, the next of which begins when one ends;
-                        None: all begin at the start
+    concurrent:         most trajectories at once; the next one begins when one ends. None: all begin at the start
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled, and for turns that are malformed, drop tokens or come without a clock.
     """
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
-    most = _check_turns(turns, responses, clock, concurrent)
-    tokens = prompts + (responses if turns is None else turns.added)
-    least_pool = _check_fits(tokens, num_blocks, limits, groups)
+    if turns is not None or concurrent is not None:
+        check_turns(turns, responses, limits, groups, clock, concurrent)
+    added = responses if turns is None else turns.added
+    least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
     work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
     timed_by = None if turns is None else clock
-    made = run_compiled(*work, timed_by, most) or run_reference(*work, timed_by, most)
+    made = run_compiled(*work, timed_by, concurrent) or run_reference(*work, timed_by, concurrent)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
@@ -194,12 +166,8 @@ def schedule(
         groups=groups,
         blocks_wanted=None if timed_by or made.pool_mattered else max(num_blocks - made.least_free, least_pool),
         windows=made.windows,
-        sampled=None,
         ended=made.ended,
-        gained=1.0,
-        queries=1,
         timed=turns is not None,
-        idle_s=made.idle_s,
     )
 
 
@@ -210,16 +178,14 @@ TOO_FEW_BLOCKS = -2
 class Run(NamedTuple):
     """A simulated batch.
 
-    columns:       int64 arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS
-    idle_s:        as in Schedule
+    columns:       arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS
     windows:       as in Schedule
     ended:         the row that ended each request, shape (requests,)
     least_free:    fewest free blocks, also of those that an admission needed
     hits_mattered: a waiting request found too few blocks, or freed ones, or missed evicted ones
     """
 
-    columns: dict[str, IntArray]
-    idle_s: FloatArray
+    columns: dict[str, Any]
     windows: tuple[WindowReads, ...]
     ended: IntArray
     least_free: int
@@ -246,12 +212,9 @@ def run_compiled(
     groups: tuple[Spec, ...],
     rules: CacheRules,
     clock: Clock | None = None,
-    concurrent: int = 2**62,
+    concurrent: int | None = None,
 ) -> Run | None:
-    """Simulate in C. None where it is not compiled, or finds no memory.
-
-    longest: most steps in one row. clock, concurrent: as in `schedule`, with turns
-    """
+    """Simulate in C. None where it is not compiled, or finds no memory. Arguments are as in `run_reference`."""
     library = compiled()
     if library is None:
         return None
@@ -279,7 +242,7 @@ def run_compiled(
         rules.retain_all,
         rules.leaves_one,
         rules.holders_wait,
-        concurrent,
+        concurrent or len(prompts),
     )
     counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows), len(table.generated)
     kinds = [(KINDS[kind], window) for kind, window in windows]
@@ -296,15 +259,14 @@ def run_compiled(
         raise too_few_blocks(num_blocks)
     if made < 0:
         return None
-    names = (*COLUMNS, *TURN_COLUMNS, "idle_s")
-    made_rows = np.empty((len(names) + 3 * len(windows), made), dtype=np.int64)
-    library.fp8plan_columns(rows, made, len(made_rows), made_rows.ctypes.data_as(Numbers))
-    columns = dict(zip(names, made_rows, strict=False))
-    idle_s = columns.pop("idle_s").view(np.float64)
-    reads = [made_rows[at : at + 3] for at in range(len(names), len(made_rows), 3)]
+    kinds_of = dict.fromkeys(COLUMNS, np.int64) | TURN_COLUMNS
+    bits = np.empty((len(kinds_of) + 3 * len(windows), made), dtype=np.int64)
+    library.fp8plan_columns(rows, made, len(bits), bits.ctypes.data_as(Numbers))
+    columns = {name: column.view(kind) for (name, kind), column in zip(kinds_of.items(), bits, strict=False)}
+    reads = [bits[at : at + 3] for at in range(len(kinds_of), len(bits), 3)]
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
-    return Run(columns, idle_s, work, ended, least_free, any(facts_of_pool))
+    return Run(columns, work, ended, least_free, any(facts_of_pool))
 
 
 def run_reference(
@@ -318,27 +280,19 @@ def run_reference(
     groups: tuple[Spec, ...],
     rules: CacheRules,
     clock: Clock | None = None,
-    concurrent: int = 2**62,
+    concurrent: int | None = None,
 ) -> Run:
     """Simulate with `State`. longest: most steps in one row. clock, concurrent: as in `schedule`, with turns"""
-    from fp8plan.model.schedule.holders import HoldersWaitPool
-    from fp8plan.model.schedule.pool import Pool
+    from fp8plan.model.schedule.holders import pool_of
     from fp8plan.model.schedule.state import State
 
-    kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
-    pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
+    pool = pool_of(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
     table = TurnTable.single(responses) if turns is None else turns
-    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock, concurrent)
+    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock, concurrent or len(prompts))
     state.run(longest)
-    names = COLUMNS + TURN_COLUMNS
-    columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in names}
-    tables = [np.array(rows, dtype=np.int64).reshape(-1, 3).T for rows in state.window_rows]
-    windows = tuple(
-        WindowReads(window.kind, window.window, *table) for window, table in zip(state.windows, tables, strict=True)
-    )
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
     ended = np.array(state.ended, dtype=np.int64)
-    return Run(columns, np.array(state.idle_s), windows, ended, state.least_free, mattered)
+    return Run(state.rows.columns(), state.rows.windows(), ended, state.least_free, mattered)
 
 
 def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
@@ -365,27 +319,10 @@ def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
         )
 
 
-def _check_turns(turns: TurnTable | None, responses: IntArray, clock: Clock | None, concurrent: int | None) -> int:
-    """The most trajectories at once. Raises ConfigError for turns that are malformed, or cannot be simulated so."""
-    if turns is None:
-        if concurrent is not None:
-            raise ConfigError(f"concurrent is {concurrent!r} for a batch without turns; allowed: None")
-        return len(responses)
-    turns.check(responses)
-    if turns.dropped.any():
-        raise ConfigError(
-            "the next prompt leaves out tokens of a turn (dropped), which the scheduler does not simulate; "
-            "allowed: dropped = 0 for every turn"
-        )
-    if clock is None:
-        raise ConfigError("a batch with turns needs the seconds of each step; give clock")
-    return len(responses) if concurrent is None else whole("concurrent", concurrent, otherwise=", or None")
-
-
 def _check_fits(tokens: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]) -> int:
     """The blocks of the smallest pool that vLLM would start with (`max_memory_usage_bytes`).
 
-    tokens: of each request with its response, and of each trajectory with all turns; shape (requests,)
+    tokens: prompt and all that is added to it, of each request
 
     Raises CapacityError if the pool has fewer.
     """

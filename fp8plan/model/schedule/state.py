@@ -12,18 +12,16 @@ tokens only grow, so its next turn finds the blocks of the turns before, unless 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
-from fp8plan.model.cost.base import QUANTITIES
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.loop import Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
-from fp8plan.model.schedule.windows import pairs_read, tokens_read
+from fp8plan.model.schedule.rows import Chunk, Rows
+from fp8plan.model.schedule.trajectories import Trajectories
 from fp8plan.model.turns import TurnTable
-
-NOT_ENDED = -1
-Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
 
 
 class State:
@@ -48,20 +46,13 @@ class State:
         """clock: None if no request arrives later than at the start. concurrent: most trajectories at once"""
         requests = len(prompts)
         self.pool, self.num_blocks = pool, pool.free
-        self.generated: list[int] = turns.generated.tolist()  # by turn, like the next two
-        self.tool: list[int] = turns.tool.tolist()
-        self.wait_s: list[float] = turns.wait_s.tolist()
-        self.turn: list[int] = turns.first[:-1].tolist()  # that a trajectory is in
-        self.end_turn: list[int] = turns.first[1:].tolist()
-        self.prompts = prompts  # of that turn
-        generated: list[int] = [self.generated[turn] for turn in self.turn]
-        self.final = [p + g - 1 for p, g in zip(prompts, generated, strict=True)]  # tokens computed at the turn's end
+        self.loop = Loop(int(limits.async_scheduling), clock)
+        self.trajectories = Trajectories(turns, concurrent, self.loop)
+        self.prompts = prompts  # of the turn
+        # Tokens computed at the end of the turn.
+        self.final = [prompt + self.trajectories.generated(at) - 1 for at, prompt in enumerate(prompts)]
         self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
         self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
-        self.ahead = 0.0  # seconds that the GPU still needs for the last step (`Clock.step`)
-        self.clock, self.loop = clock, Loop(int(limits.async_scheduling))
-        self.away = 0  # trajectories whose tool works
-        self.started = min(concurrent, requests)  # trajectories that have begun
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.reserve_full_prompt = limits.scheduler_reserve_full_isl
         self.lag = int(limits.async_scheduling)
@@ -72,9 +63,8 @@ class State:
         self.leaves_one = int(rules.leaves_one)
         self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
         self.retain_all = rules.retain_all
-        self.windows = list({(group.kind, group.window): group for group in groups if group.window}.values())
         self.now = 0
-        self.queue = deque(range(self.started - 1, -1, -1))  # the waiting requests; the head is the last entry
+        self.queue = deque(reversed(range(self.trajectories.begun)))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # in order of admission; includes `leaving`
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.offset: dict[int, int] = {}  # of the steady requests
@@ -93,11 +83,8 @@ class State:
         self.preemptions = 0  # number since the last row
         self.lost = 0  # tokens that the preempted requests had computed
         self.again = 0  # tokens of earlier turns that the prefix cache had lost, since the last row
-        self.rows: list[dict[str, int]] = []  # by the names of COLUMNS
-        self.idle_s: list[float] = []  # by row
-        # By window and row: the columns of a WindowReads.
-        self.window_rows: list[list[tuple[int, int, int]]] = [[] for _ in self.windows]
-        self.ended = [NOT_ENDED] * requests  # the row that ended each request, or the last turn of a trajectory
+        self.rows = Rows(groups)
+        self.ended = [0] * requests  # the row that ended each request, or the last turn of a trajectory
 
     def run(self, longest: int) -> None:
         """Advance to the end. longest: most steps in one row"""
@@ -113,19 +100,17 @@ class State:
         if not self.queue and not self.running:
             self.loop.wait()
         for request in self.loop.take_arrived():
-            if self.ended[request] != NOT_ENDED:
+            if self.trajectories.is_away(request):
                 self._begin_next_turn(request)
             self.queue.appendleft(request)
 
     def _begin_next_turn(self, request: int) -> None:
         """Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far."""
-        self.away -= 1
-        computed, turn = self.final[request], self.turn[request]
-        prompt = computed + 1 + self.tool[turn]  # the last generated token was not computed
-        self.turn[request] = turn + 1
+        computed = self.final[request]
+        prompt = computed + 1 + self.trajectories.next_turn(request)  # the last generated token was not computed
         self.earlier[request] = computed // self.block_size * self.block_size
         self.prompts[request] = self.length[request] = self.target[request] = prompt
-        self.final[request] = prompt + self.generated[turn + 1] - 1
+        self.final[request] = prompt + self.trajectories.generated(request) - 1
         self.pool.begin_turn(request, prompt)
 
     def _decode(self, longest: int) -> None:
@@ -137,7 +122,9 @@ class State:
         if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
             self._step()
             return
-        wanted = self._steps_to_arrival(min(longest, self._steps_to_finish()))
+        to_finish = min(longest, self._steps_to_finish())
+        decodes = self.rows.decodes([self.now + offset for offset in self.offset.values()])
+        wanted = self.loop.steps_to_arrival(to_finish, decodes)
         while steps < wanted:
             pool.begin_step(self.now + steps)
             free, left = pool.free, pool.free - pool.takes(self.now + steps)  # if no block comes free in the step
@@ -163,19 +150,6 @@ class State:
         if self.leaving:
             return 1
         return min(self.final[request] - offset for request, offset in self.offset.items()) - self.now
-
-    def _steps_to_arrival(self, most: int) -> int:
-        """Steps up to and including the next one after which an arrival is seen, at most `most`."""
-        clock = self.clock
-        if clock is None or not self.loop.awaits:
-            return most
-        return self.loop.steps_to_arrival(most, lambda step: self._decode_seconds(clock, step)[0])
-
-    def _decode_seconds(self, clock: Clock, step: int) -> tuple[float, float]:
-        """`Clock.step` of a step in which requests only decode, `step` steps from now, in a run of several."""
-        requests, before = len(self.offset), [self.now + step + offset for offset in self.offset.values()]
-        reads = [(sum(pairs_read(window, tokens, tokens + 1) for tokens in before), 0) for window in self.windows]
-        return clock.step(requests, sum(before) + requests, 0, 0, 0, 0, requests, reads)
 
     # One step in which anything may happen
 
@@ -424,10 +398,11 @@ class State:
     def _end(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], cached: int) -> None:
         """Record a row, advance, start decoding after a whole prefill, and release finished requests."""
         started = [(request, after) for request, _, after in chunks if after == self.target[request]]
-        served = bool(self.offset or chunks or again)
-        if served:
+        if self.offset or chunks or again:
             self._record(steps, free, chunks, again, len(started), cached)
-        self._pass_time(steps, served)
+            self.loop.serve(self.rows)
+        else:
+            self.loop.skip()
         self.now += steps
         for request, computed in started + [(request, after) for request, _, after in again]:
             self._start_decoding(request, computed)
@@ -437,9 +412,10 @@ class State:
                 self.hashed[request] = self.final[request] - self.lag
                 self.last_step[request] = self.now - 1
             self.computed[request] = self._stop_decoding(request)
-            self._end_turn(request)
+            self.ended[request] = len(self.rows) - 1
+            self.trajectories.end_turn(request)
         if finished:
-            self.rows[-1]["finished"] = len(finished)
+            self.rows.last["finished"] = len(finished)
         gone = finished
         if self.lag:  # the scheduler knows of a finish one step later
             gone, self.leaving = self.leaving, finished
@@ -447,63 +423,24 @@ class State:
             self.running.remove(request)
             self.pool.release(request, self.final[request])
 
-    def _end_turn(self, request: int) -> None:
-        """Note the end of a request. Its trajectory goes on when a tool has answered, or makes room for another."""
-        self.ended[request] = len(self.rows) - 1
-        if self.turn[request] + 1 < self.end_turn[request]:
-            self.away += 1
-            self.loop.expect(self.wait_s[self.turn[request]], request)
-        elif self.started < len(self.prompts):
-            self.loop.expect(0.0, self.started)
-            self.started += 1
-
-    def _pass_time(self, steps: int, served: bool) -> None:
-        """Let the steps of the last row pass, or one that served nobody."""
-        if self.clock is None:
-            return
-        if not served:
-            self.loop.skip()
-        elif steps == 1:
-            work = [self.rows[-1][name] for name in QUANTITIES]
-            reads = [(rows[-1][0], rows[-1][2]) for rows in self.window_rows]
-            ahead = 0.0 if self.idle_s[-1] else self.ahead
-            seconds, self.ahead = self.clock.step(*work, reads, ahead)
-            self.loop.serve(seconds)
-        else:
-            for step in range(steps):
-                seconds, self.ahead = self._decode_seconds(self.clock, step)
-                self.loop.serve(seconds)
-
     def _record(
         self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], started: int, cached: int
     ) -> None:
         """Record a row with no finished request. started: number of requests whose prefill ends in it"""
         context = [self.now + offset for offset in self.offset.values()]
         decoding = [(before, before + steps) for before in context] + [(before, after) for _, before, after in again]
-        row = {
+        counts: dict[str, Any] = {
             "steps": steps,
-            "decode_requests": len(decoding),
-            "decode_kv_tokens": sum(before + 1 for before, _ in decoding),
             "recomputed_tokens": self.lost,
             "running": len(self.running),
             "waiting": len(self.queue),
             "used_blocks": self.num_blocks - free,
             "preemptions": self.preemptions,
-            "finished": 0,
-            "prefill_tokens": sum(after - before for _, before, after in chunks),
-            "prefill_requests": len(chunks),
-            "prefill_kv_tokens": sum(after for _, _, after in chunks),
-            "prefill_pairs": sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
             "sampled_requests": started + len(decoding),
             "cached_tokens": cached,
-            "away": self.away,
+            "away": self.trajectories.away,
             "again_tokens": self.again,
+            "idle_s": self.loop.take_idle(),
         }
-        self.rows.append(row)
-        self.idle_s.append(self.loop.take_idle())
-        for window, rows in zip(self.windows, self.window_rows, strict=True):
-            reads = sum(pairs_read(window, before, after) for before, after in decoding)
-            read = sum(tokens_read(window, before, after) for _, before, after in chunks)
-            pairs = sum(pairs_read(window, before, after) for _, before, after in chunks)
-            rows.append((reads, read, pairs))
+        self.rows.add(decoding, chunks, counts)
         self.preemptions = self.lost = self.again = 0

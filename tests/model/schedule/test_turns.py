@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from installed_vllm import VLLM
 from runs_of_steps import assert_runs_add_up, total
 from scheduled_batches import BLOCK, FAMILIES, blocks_for
-from turn_batches import EQUAL_STEPS, Trace, batch_of, seconds_of, table, trace
+from turn_batches import EQUAL_STEPS, Trace, batch_of, linear_clock, seconds_of, table, trace
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import QUANTITIES, FloatArray, IntArray
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules
-from fp8plan.model.schedule.scheduler import COLUMNS, Schedule, schedule
+from fp8plan.model.schedule.rows import COLUMNS
+from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 from fp8plan.version import has
@@ -239,3 +240,8 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
         schedule(*batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match="turns of trajectory 0 generate 4 tokens, but its response has 5"):
         schedule(*batch._replace(responses=np.array([5])), *work, clock=EQUAL_STEPS)
+    with pytest.raises(ConfigError, match="1024 requests, with 1 windows, but the engine's have"):
+        schedule(*batch, *work, clock=linear_clock(1.0, windows=1))
+    for limits in (EngineLimits(max_num_seqs=1025), EngineLimits(max_num_batched_tokens=16385)):
+        with pytest.raises(ConfigError, match="the clock has steps of up to 16384 tokens and 1024 requests"):
+            schedule(*batch, 100, limits, clock=EQUAL_STEPS)

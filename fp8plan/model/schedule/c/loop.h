@@ -44,7 +44,11 @@ static int sees_arrival(const State *s) { return s->num_arrivals && s->arrivals-
 
 /* Let an engine without a request wait for the next arrival. */
 static void wait_for_arrival(State *s) {
-    s->idle_s += later(s->arrivals->seconds - s->times.ended, 0.0);
+    double idle_s = s->arrivals->seconds - s->times.ended;
+    if (idle_s > 0.0) {
+        s->idle_s += idle_s;
+        s->times.ahead = 0.0;
+    }
     s->times.scheduled = later(s->arrivals->seconds, s->times.scheduled);
 }
 

@@ -77,7 +77,6 @@ static void pass_decode(State *s, number step) {
 static void pass_row(State *s, number steps) {
     if (s->clock && steps == 1) {
         if (s->timed) s->times = s->times_before;
-        if (s->idle_s > 0.0) s->times.ahead = 0.0;
         pass(s, step_seconds(s->clock, s->rows + s->columns * (s->num_rows - 1), &s->times.ahead));
     }
     s->timed = 0;

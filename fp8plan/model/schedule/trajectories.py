@@ -1,0 +1,51 @@
+"""The turns of the trajectories that a scheduler serves: which one each is in, and who begins next."""
+
+from __future__ import annotations
+
+from fp8plan.model.schedule.loop import Loop
+from fp8plan.model.turns import TurnTable
+
+
+class Trajectories:
+    """The turn of each trajectory, on its way through its turns.
+
+    begun: trajectories that have begun; their number also is the next one's
+    away:  trajectories whose tool works
+    """
+
+    def __init__(self, turns: TurnTable, concurrent: int, loop: Loop) -> None:
+        self._generated: list[int] = turns.generated.tolist()
+        self._tool: list[int] = turns.tool.tolist()
+        self._wait_s: list[float] = turns.wait_s.tolist()
+        self._turn: list[int] = turns.first[:-1].tolist()
+        self._end: list[int] = turns.first[1:].tolist()
+        self._is_away = [False] * len(self._turn)
+        self._loop = loop
+        self.begun = min(concurrent, len(self._turn))
+        self.away = 0
+
+    def generated(self, trajectory: int) -> int:
+        """Tokens that its turn generates."""
+        return self._generated[self._turn[trajectory]]
+
+    def is_away(self, trajectory: int) -> bool:
+        """True from the end of a turn until the next one's request is seen."""
+        return self._is_away[trajectory]
+
+    def end_turn(self, trajectory: int) -> None:
+        """Let the next request of a trajectory arrive when its tool has answered, or let another trajectory begin."""
+        turn = self._turn[trajectory]
+        if turn + 1 < self._end[trajectory]:
+            self._is_away[trajectory] = True
+            self.away += 1
+            self._loop.expect(self._wait_s[turn], trajectory)
+        elif self.begun < len(self._turn):
+            self._loop.expect(0.0, self.begun)
+            self.begun += 1
+
+    def next_turn(self, trajectory: int) -> int:
+        """Go on to the next turn; returns the tokens that the tool has added."""
+        self._is_away[trajectory] = False
+        self.away -= 1
+        self._turn[trajectory] += 1
+        return self._tool[self._turn[trajectory] - 1]
