@@ -304,7 +304,7 @@ def _timed(batches: Sequence[StepBatch], model: StepModel) -> tuple[list[Array],
 
 
 def step_batch(plan: Schedule) -> StepBatch:
-    """The mean step of each row. Only a row of one step counts as following the row before."""
+    """The mean step of each row. Only a row of one step without a wait counts as following the row before."""
     return StepBatch(
         decode_requests=plan.decode_requests,
         decode_kv_tokens=plan.decode_kv_tokens + plan.gained * plan.decode_requests * (plan.steps - 1) / 2,
@@ -317,7 +317,7 @@ def step_batch(plan: Schedule) -> StepBatch:
             WindowReads(x.kind, x.window, x.decode_kv_tokens / plan.steps, x.prefill_kv_tokens, x.prefill_pairs)
             for x in plan.windows
         ),
-        follows=plan.steps == 1,
+        follows=(plan.steps == 1) & (plan.idle_s == 0),
         queries=plan.queries,
     )
 

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from scheduled_batches import FAMILIES, blocks_needed
 
+from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 
-
-@dataclass(frozen=True)
-class LinearClock:
-    """Step seconds that are linear in what a step does."""
-
-    step_s: float
-    token_s: float
-    kv_token_s: float
-    pair_s: float = 0.0
-
-    def seconds(
-        self,
-        decode_requests: int,
-        decode_kv_tokens: int,
-        prefill_tokens: int,
-        prefill_requests: int,
-        prefill_kv_tokens: int,
-        prefill_pairs: int,
-        sampled_requests: int,
-    ) -> float:
-        tokens = decode_requests + prefill_tokens + sampled_requests + prefill_requests
-        kv_tokens = decode_kv_tokens + prefill_kv_tokens
-        return self.step_s + self.token_s * tokens + self.kv_token_s * kv_tokens + self.pair_s * prefill_pairs
+TOKENS, REQUESTS = 16384, 1024  # of a step, at most, as in EngineLimits()
+SHAPE = TOKENS // SIZE_STEP + 1, len(DEPTHS), 2
 
 
-EQUAL_STEPS = LinearClock(1.0, 0.0, 0.0)  # so that waits of whole seconds end together
-CLOCK = LinearClock(4e-3, 2.3e-5, 7.1e-8, 1.3e-9)
+@cache
+def linear_clock(
+    step_s: float, token_s: float = 0.0, kv_token_s: float = 0.0, pair_s: float = 0.0, windows: int = 0
+) -> Clock:
+    """Step seconds that are linear in what a step does, at no power limit and no cost of the host or of windows."""
+    tokens, sampled, decode = (
+        np.zeros((TOKENS + 1, 2)),
+        np.zeros((REQUESTS + 1, 2)),
+        np.zeros((REQUESTS + 1, *SHAPE[1:])),
+    )
+    chunk = np.zeros(SHAPE)
+    tokens[:, 0] = step_s + token_s * np.arange(TOKENS + 1)
+    sampled[:, 0] = token_s * np.arange(REQUESTS + 1)
+    decode[..., 0] = kv_token_s * np.arange(REQUESTS + 1)[:, None] * DEPTHS
+    chunk[..., 0] = pair_s * SIZE_STEP * np.arange(SHAPE[0])[:, None] * DEPTHS
+    decode, chunk = (np.stack([table, *windows * [np.zeros_like(table)]]) for table in (decode, chunk))
+    uneven, launches = np.array([kv_token_s, 0.0]), np.zeros((TOKENS + 1, 2))
+    return Clock(tokens, sampled, decode, chunk, chunk, uneven, launches, np.zeros(3), True, False, False)
+
+
+EQUAL_STEPS = linear_clock(1.0)  # so that waits of whole seconds end together
+
+
+def random_clock(rng: np.random.Generator, limits: EngineLimits, windows: int) -> Clock:
+    """A clock of random tables, in which half of the steps have launches."""
+    tokens, requests = limits.max_num_batched_tokens + 1, limits.max_num_seqs + 1
+    chunks = (1 + windows, tokens // SIZE_STEP + 2, len(DEPTHS), 2)
+    return Clock(
+        tokens=rng.uniform(1e-3, 1e-2, (tokens, 2)),
+        sampled=rng.uniform(0, 1e-3, (requests, 2)),
+        decode=rng.uniform(0, 1e-2, (1 + windows, requests, len(DEPTHS), 2)),
+        first=rng.uniform(0, 1e-2, chunks),
+        further=rng.uniform(0, 3e-3, chunks),
+        uneven=rng.uniform(0, 1e-5, 2),
+        launches=rng.uniform(0, 1e-2, (tokens, 2)) * rng.integers(0, 2, (tokens, 2)),
+        host=rng.uniform(0, 1e-2, 3),
+        overlaps=limits.async_scheduling,
+        leads=limits.async_scheduling and bool(rng.random() < 0.7),
+        on_cpu=bool(rng.random() < 0.2),
+    )
+
+
+def seconds_of(clock: Clock, *work: int) -> float:
+    """The seconds of a step by a linear clock, whatever it reads in windows. work: arguments of `Clock.step`"""
+    return clock.step(*work, windows=[(0, 0)] * (len(clock.decode) - 1))[0]
+
+
+def num_windows(groups: tuple[Spec, ...]) -> int:
+    return len({(group.kind, group.window) for group in groups if group.window})
 
 
 class Trace(NamedTuple):
@@ -48,7 +75,7 @@ class Trace(NamedTuple):
     limits: EngineLimits
     groups: tuple[Spec, ...]
     retain_all: bool
-    clock: LinearClock
+    clock: Clock
     concurrent: int | None
 
 
@@ -119,5 +146,6 @@ def trace(seed: int, family: str = "full") -> Trace:
     least = sum(blocks_needed(longest, group, limits) for group in groups)
     pool = int(least * rng.choice([1.0, 1.5, 2.5, 6.0, 100.0])) + int(rng.integers(0, 4))
     concurrent = int(rng.integers(1, len(prompt_ids) + 1)) if rng.random() < 1 / 3 else None
-    clock = EQUAL_STEPS if equal else CLOCK
+    costs = (1.0,) if equal else (4e-3, 2.3e-5, 7.1e-8, 1.3e-9)
+    clock = linear_clock(*costs, windows=num_windows(groups))
     return Trace(batch, pool, limits, groups, bool(rng.random() < 0.4), clock, concurrent)

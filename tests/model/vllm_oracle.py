@@ -343,6 +343,7 @@ class _Engine:
 
     def _schedule(self):
         """Schedule a step; returns the batch, and whether it serves anybody."""
+        from turn_batches import seconds_of
         from vllm.v1.outputs import ModelRunnerOutput
 
         decoding = {request.request_id for request in self.scheduler.running if not request.is_prefill_chunk}
@@ -367,7 +368,7 @@ class _Engine:
         begin = max(self.now, self.gpu_free)
         if served:
             numbers = [work[x] for x in ("decode", "decode_kv", "prefill", "chunks", "prefill_kv", "pairs")]
-            self.gpu_free = begin + self.clock.seconds(*numbers, sum(map(len, sampled)))
+            self.gpu_free = begin + seconds_of(self.clock, *numbers, sum(map(len, sampled)))
             used = self.num_blocks - self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             cached = hits.hits + hits.preempted_hits
             self.steps.append(TimedStep(work["prefill"], work["decode"], cached, used, self.preemptions, begin))
@@ -379,7 +380,7 @@ class _Engine:
 def run_turns(batch, num_blocks: int, limits, groups, retain_all: bool, clock, concurrent: int | None):
     """One TimedStep per engine step that serves anybody, until every trajectory has ended its last turn.
 
-    clock: gives the seconds of a step, as fp8plan's StepClock
+    clock: gives the seconds of a step, as in `schedule`
     """
     longest = int((batch.prompts + batch.turns.added).max())
     max_model_len = max(longest, limits.max_num_batched_tokens)

@@ -99,27 +99,6 @@ class Clock:
             on_cpu=model.gpu.is_cpu,
         )
 
-    def seconds(
-        self,
-        decode_requests: int,
-        decode_kv_tokens: int,
-        prefill_tokens: int,
-        prefill_requests: int,
-        prefill_kv_tokens: int,
-        prefill_pairs: int,
-        sampled_requests: int,
-    ) -> float:
-        """Seconds of a step that follows none, by a clock without windows. Arguments are as in a StepBatch."""
-        return self.step(
-            decode_requests,
-            decode_kv_tokens,
-            prefill_tokens,
-            prefill_requests,
-            prefill_kv_tokens,
-            prefill_pairs,
-            sampled_requests,
-        )[0]
-
     def step(
         self,
         decode_requests: int,

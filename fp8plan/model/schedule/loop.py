@@ -9,44 +9,29 @@ A step takes the time of the model on the GPU and nothing else. A client knows o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from itertools import islice
+from typing import NamedTuple
 
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.cost.clock import Clock
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.schedule.rows import Rows, Work
 from fp8plan.model.turns import TurnTable
 
 
-class StepClock(Protocol):
-    """The seconds that a step takes."""
-
-    def seconds(
-        self,
-        decode_requests: int,
-        decode_kv_tokens: int,
-        prefill_tokens: int,
-        prefill_requests: int,
-        prefill_kv_tokens: int,
-        prefill_pairs: int,
-        sampled_requests: int,
-    ) -> float:
-        """Seconds above 0, from the columns of a Schedule for one step."""
-        ...
-
-
-CLOCKED = (  # columns of a Schedule, in the order of `StepClock.seconds`
-    "decode_requests",
-    "decode_kv_tokens",
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",
-    "prefill_pairs",
-    "sampled_requests",
-)
-
-
-def check_turns(turns: TurnTable | None, responses: IntArray, clock: StepClock | None, concurrent: int | None) -> None:
+def check_turns(
+    turns: TurnTable | None,
+    responses: IntArray,
+    limits: EngineLimits,
+    groups: tuple[Spec, ...],
+    clock: Clock | None,
+    concurrent: int | None,
+) -> None:
     """Raise ConfigError for turns that are malformed, and for what is not simulated. Arguments as in `schedule`."""
     if turns is None:
         raise ConfigError(f"concurrent is {concurrent!r} for a batch without turns; allowed: None")
@@ -58,6 +43,14 @@ def check_turns(turns: TurnTable | None, responses: IntArray, clock: StepClock |
         )
     if clock is None:
         raise ConfigError("a batch with turns needs the seconds of each step; give clock")
+    windows = len({(group.kind, group.window) for group in groups if group.window})
+    tokens, requests, windows_timed = len(clock.tokens) - 1, clock.decode.shape[1] - 1, len(clock.decode) - 1
+    if tokens < limits.max_num_batched_tokens or requests < limits.max_num_seqs or windows_timed != windows:
+        raise ConfigError(
+            f"the clock has steps of up to {tokens} tokens and {requests} requests, with {windows_timed} windows, but "
+            f"the engine's have up to {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests, with "
+            f"{windows} windows; make it with Clock.of(model, windows) for this engine"
+        )
     if concurrent is not None:
         whole("concurrent", concurrent, otherwise=", or None")
 
@@ -85,9 +78,10 @@ class Loop:
     Without a clock no time passes: then all requests wait at the start.
     """
 
-    def __init__(self, lag: int, clock: StepClock | None) -> None:
+    def __init__(self, lag: int, clock: Clock | None) -> None:
         self._lag, self._clock = lag, clock
         self._times = Times()
+        self._ahead = 0.0  # seconds that the GPU still needs for the last step (`Clock.step`)
         self._idle_s = 0.0
         self._arrivals: list[tuple[float, int]] = []  # a heap of (seconds, trajectory)
 
@@ -110,7 +104,9 @@ class Loop:
     def wait(self) -> None:
         """Let an engine without a request wait for the next arrival."""
         arrival = self._arrivals[0][0]
-        self._idle_s += max(arrival - self._times.ended, 0.0)
+        if arrival > self._times.ended:
+            self._idle_s += arrival - self._times.ended
+            self._ahead = 0.0
         self._times = self._times._replace(scheduled=max(arrival, self._times.scheduled))
 
     def take_idle(self) -> float:
@@ -122,36 +118,27 @@ class Loop:
         """Pass a step that serves nobody, which takes no time."""
         self._times = self._times.after(0.0, self._lag)
 
-    def serve(self, row: dict[str, int]) -> None:
-        """Pass the steps of a row. Raises ConfigError if the clock gives no time for one.
-
-        row: columns of a Schedule by name
-        """
+    def serve(self, rows: Rows) -> None:
+        """Pass the steps of the last row. One of a single step follows the row before (fp8plan.model.rollout)."""
         if self._clock is None:
             return
-        requests, tokens, *prefill = (row[name] for name in CLOCKED)
-        for step in range(row["steps"]):
-            seconds = self._clock.seconds(requests, tokens + step * requests, *prefill)
-            times = self._times.after(seconds, self._lag)
-            if not times.ended > max(self._times.ended, times.scheduled):
-                raise ConfigError(f"the clock gives {seconds} s for a step; allowed: above 0")
-            self._times = times
+        steps = rows.last_steps()
+        for work in steps:
+            ahead = self._ahead if len(steps) == 1 else 0.0
+            seconds, self._ahead = self._clock.step(**work, ahead=ahead)
+            self._times = self._times.after(seconds, self._lag)
 
-    def steps_to_arrival(self, most: int, requests: int, tokens: int) -> int:
-        """Steps in which only requests decode, up to one before a step that sees an arrival, at most `most`.
-
-        requests: that decode in each step
-        tokens:   KV tokens that they read in the first step
-        """
+    def steps_to_arrival(self, most: int, decodes: Iterable[Work]) -> int:
+        """Steps in which only requests decode, up to one before a step that sees an arrival, at most `most`."""
         if self._clock is None or not self._arrivals:
             return most
-        times = self._times
-        for step in range(most):
-            seconds = self._clock.seconds(requests, tokens + step * requests, 0, 0, 0, 0, requests)
-            times = times.after(seconds, self._lag)
+        times, steps = self._times, 0
+        for work in islice(decodes, most):
+            times = times.after(self._clock.step(**work)[0], self._lag)
+            steps += 1
             if self._sees_arrival(times):
-                return step + 1
-        return most
+                break
+        return steps
 
     def _sees_arrival(self, times: Times) -> bool:
         return bool(self._arrivals) and self._arrivals[0][0] <= times.next_scheduled(self._lag)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 
-from fp8plan.model.cost.base import Array, WindowReads
+from fp8plan.model.cost.base import QUANTITIES, Array, WindowReads
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.windows import pairs_read, tokens_read
 
@@ -36,6 +38,7 @@ TURN_COLUMNS = {  # their types; 0 without turns
 }
 
 Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
+Work = dict[str, Any]  # of a step: arguments of `Clock.step` by name, without `ahead`
 
 
 class Rows:
@@ -44,6 +47,7 @@ class Rows:
     def __init__(self, groups: tuple[Spec, ...]) -> None:
         self._windows = list({(group.kind, group.window): group for group in groups if group.window}.values())
         self._rows: list[dict[str, Any]] = []
+        self._before: list[int] = []  # tokens that the decoding requests of the last row had computed before
         # By window and row: the columns of a WindowReads.
         self._reads: list[list[tuple[int, int, int]]] = [[] for _ in self._windows]
 
@@ -70,11 +74,34 @@ class Rows:
             "prefill_pairs": sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
         }
         self._rows.append(counts | work)
+        self._before = [before for before, _ in decoding]
         for window, reads in zip(self._windows, self._reads, strict=True):
             decoded = sum(pairs_read(window, before, after) for before, after in decoding)
             read = sum(tokens_read(window, before, after) for _, before, after in chunks)
             pairs = sum(pairs_read(window, before, after) for _, before, after in chunks)
             reads.append((decoded, read, pairs))
+
+    def decodes(self, before: list[int]) -> Iterator[Work]:
+        """The work of steps without end in which requests only decode.
+
+        before: tokens that each request has computed before the first step
+        """
+        for step in count():
+            computed, requests = [tokens + step for tokens in before], len(before)
+            reads = [(sum(pairs_read(window, at, at + 1) for at in computed), 0) for window in self._windows]
+            yield dict.fromkeys(QUANTITIES, 0) | {
+                "decode_requests": requests,
+                "decode_kv_tokens": sum(computed) + requests,
+                "sampled_requests": requests,
+                "windows": reads,
+            }
+
+    def last_steps(self) -> list[Work]:
+        """The work of each step of the last row. In one of several steps, requests only decode."""
+        if self.last["steps"] > 1:
+            return list(islice(self.decodes(self._before), self.last["steps"]))
+        reads = [(decoded, pairs) for decoded, _, pairs in (reads[-1] for reads in self._reads)]
+        return [{name: self.last[name] for name in QUANTITIES} | {"windows": reads}]
 
     def columns(self) -> dict[str, Array]:
         """Arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS."""

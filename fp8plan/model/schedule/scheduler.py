@@ -16,30 +16,24 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
 than half a second. `State` in state.py is the reference, which serves where there is no compiler. It is
-hundreds of times slower. Turns have the reference alone.
+hundreds of times slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
-from fp8plan.model.schedule.loop import StepClock, check_turns
+from fp8plan.model.schedule.compiled import ClockInC, Numbers, Seconds, compiled
+from fp8plan.model.schedule.loop import check_turns
 from fp8plan.model.schedule.rows import COLUMNS, TURN_COLUMNS
 from fp8plan.model.turns import TurnTable
 
@@ -136,7 +130,7 @@ def schedule(
     longest_run: int = 2**62,
     groups: tuple[Spec, ...] = (),
     rules: CacheRules = OF_0_30,
-    clock: StepClock | None = None,
+    clock: Clock | None = None,
     concurrent: int | None = None,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
@@ -158,25 +152,25 @@ def schedule(
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
     if turns is not None or concurrent is not None:
-        check_turns(turns, responses, clock, concurrent)
+        check_turns(turns, responses, limits, groups, clock, concurrent)
     added = responses if turns is None else turns.added
     least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
     work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
-    made = run_compiled(*work) or run_reference(*work, clock, concurrent)
+    timed_by = None if turns is None else clock
+    made = run_compiled(*work, timed_by, concurrent) or run_reference(*work, timed_by, concurrent)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
         requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
-        blocks_wanted=None if made.pool_mattered else max(num_blocks - made.least_free, least_pool),
+        blocks_wanted=None if timed_by or made.pool_mattered else max(num_blocks - made.least_free, least_pool),
         windows=made.windows,
         ended=made.ended,
         timed=turns is not None,
     )
 
 
-Numbers = ctypes.POINTER(ctypes.c_int64)
 KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # numbers of kinds in c/state.h
 TOO_FEW_BLOCKS = -2
 
@@ -217,11 +211,14 @@ def run_compiled(
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
+    clock: Clock | None = None,
+    concurrent: int | None = None,
 ) -> Run | None:
-    """Simulate in C. None with turns, where it is not compiled, or finds no memory. longest: most steps in one row"""
+    """Simulate in C. None where it is not compiled, or finds no memory. Arguments are as in `run_reference`."""
     library = compiled()
-    if library is None or turns is not None:
+    if library is None:
         return None
+    table = TurnTable.single(responses) if turns is None else turns
     windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
     specs = [
         (
@@ -245,60 +242,31 @@ def run_compiled(
         rules.retain_all,
         rules.leaves_one,
         rules.holders_wait,
+        concurrent or len(prompts),
     )
-    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
+    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows), len(table.generated)
     kinds = [(KINDS[kind], window) for kind, window in windows]
-    tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
-    arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
+    tables = (counts, prompts, prompt_ids, table.first, table.generated, table.tool, settings, specs, kinds)
+    arrays = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
-    pointers = [table.ctypes.data_as(Numbers) for table in (*arrays, facts, ended)]
-    made = library.fp8plan_schedule(*pointers, ctypes.byref(rows))
+    pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]
+    wait_s = np.ascontiguousarray(table.wait_s, dtype=np.float64)
+    timed_by = None if clock is None else ctypes.byref(ClockInC(clock))
+    made = library.fp8plan_schedule(*pointers, wait_s.ctypes.data_as(Seconds), timed_by, ctypes.byref(rows))
     if made == TOO_FEW_BLOCKS:
         from fp8plan.model.schedule.pool import too_few_blocks
 
         raise too_few_blocks(num_blocks)
     if made < 0:
         return None
-    table = np.empty((len(COLUMNS) + 3 * len(windows), made), dtype=np.int64)
-    library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
-    nothing = {name: np.zeros(made, dtype=kind) for name, kind in TURN_COLUMNS.items()}
-    columns = dict(zip(COLUMNS, table, strict=False)) | nothing
-    reads = [table[at : at + 3] for at in range(len(COLUMNS), len(table), 3)]
+    kinds_of = dict.fromkeys(COLUMNS, np.int64) | TURN_COLUMNS
+    bits = np.empty((len(kinds_of) + 3 * len(windows), made), dtype=np.int64)
+    library.fp8plan_columns(rows, made, len(bits), bits.ctypes.data_as(Numbers))
+    columns = {name: column.view(kind) for (name, kind), column in zip(kinds_of.items(), bits, strict=False)}
+    reads = [bits[at : at + 3] for at in range(len(kinds_of), len(bits), 3)]
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
     return Run(columns, work, ended, least_free, any(facts_of_pool))
-
-
-@cache
-def compiled() -> ctypes.CDLL | None:
-    """The library that this machine's C compiler made of c/scheduler.c, in the user's cache folder; None without one.
-
-    The environment variable CC names another compiler, or, if it is empty, none.
-    """
-    source = Path(__file__).with_name("c") / "scheduler.c"
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not compiler:
-        return None
-    texts = [path.read_text(encoding="utf-8") for path in sorted(source.parent.iterdir())]
-    made_from = "\n".join([platform.platform(), *compiler, *texts])
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8plan"
-        library = folder / f"scheduler-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.so"
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                made = Path(temporary) / library.name
-                command = [*compiler, "-O1", "-shared", "-fPIC", "-o", str(made), str(source)]
-                subprocess.run(command, check=True, capture_output=True, timeout=60)
-                made.replace(library)  # in one go: another process may be about to load it
-        loaded = ctypes.CDLL(str(library))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
-        return None
-    loaded.fp8plan_schedule.restype = ctypes.c_int64
-    arrays = [Numbers] * 9  # seven tables, the facts, and the rows that end requests
-    loaded.fp8plan_schedule.argtypes = [*arrays, ctypes.POINTER(Numbers)]
-    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
-    return loaded
 
 
 def run_reference(
@@ -311,7 +279,7 @@ def run_reference(
     longest: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
-    clock: StepClock | None = None,
+    clock: Clock | None = None,
     concurrent: int | None = None,
 ) -> Run:
     """Simulate with `State`. longest: most steps in one row. clock, concurrent: as in `schedule`, with turns"""

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.loop import Loop, StepClock
+from fp8plan.model.schedule.loop import Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.rows import Chunk, Rows
 from fp8plan.model.schedule.trajectories import Trajectories
@@ -39,7 +40,7 @@ class State:
         groups: tuple[Spec, ...],
         limits: EngineLimits,
         rules: CacheRules,
-        clock: StepClock | None,
+        clock: Clock | None,
         concurrent: int,
     ) -> None:
         """clock: None if no request arrives later than at the start. concurrent: most trajectories at once"""
@@ -121,9 +122,9 @@ class State:
         if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
             self._step()
             return
-        tokens = sum(self.now + offset + 1 for offset in self.offset.values())
         to_finish = min(longest, self._steps_to_finish())
-        wanted = self.loop.steps_to_arrival(to_finish, len(self.offset), tokens)
+        decodes = self.rows.decodes([self.now + offset for offset in self.offset.values()])
+        wanted = self.loop.steps_to_arrival(to_finish, decodes)
         while steps < wanted:
             pool.begin_step(self.now + steps)
             free, left = pool.free, pool.free - pool.takes(self.now + steps)  # if no block comes free in the step
@@ -399,7 +400,7 @@ class State:
         started = [(request, after) for request, _, after in chunks if after == self.target[request]]
         if self.offset or chunks or again:
             self._record(steps, free, chunks, again, len(started), cached)
-            self.loop.serve(self.rows.last)
+            self.loop.serve(self.rows)
         else:
             self.loop.skip()
         self.now += steps

@@ -169,13 +169,6 @@ def test_a_step_without_the_lead_of_the_host_takes_longer() -> None:
     assert clocked(clock, rows, leads=False).sum() > 1.02 * clocked(clock, rows).sum()
 
 
-def test_seconds_are_those_of_a_step_that_follows_none() -> None:
-    model, _ = engine(DENSE, "bf16")
-    clock, rows = Clock.of(model), turn_rows(20, model)
-    alone = [clock.seconds(*row) for row in np.stack([getattr(rows, x) for x in QUANTITIES], axis=1).tolist()]
-    assert alone == clocked(clock, rows, leads=False).tolist()
-
-
 def test_windows_that_the_clock_is_not_told_of_read_as_if_requests_were_equally_long() -> None:
     model, kv = engine(WINDOWED, "bf16")
     (window,) = windows_of(kv)
@@ -192,7 +185,7 @@ def test_windows_without_their_reads_are_an_error() -> None:
     (window,) = windows_of(kv)
     clock = Clock.of(model, [(window.kind, window.window)])
     with pytest.raises(ValueError, match="shorter"):
-        clock.seconds(8, 800, 0, 0, 0, 0, 8)
+        clock.step(8, 800, 0, 0, 0, 0, 8)
     with pytest.raises(ValueError, match="longer"):
         Clock.of(model).step(8, 800, 0, 0, 0, 0, 8, [(800, 0)])
 

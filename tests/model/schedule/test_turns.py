@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from installed_vllm import VLLM
 from runs_of_steps import assert_runs_add_up, total
 from scheduled_batches import BLOCK, FAMILIES, blocks_for
-from turn_batches import EQUAL_STEPS, LinearClock, Trace, batch_of, table, trace
+from turn_batches import EQUAL_STEPS, Trace, batch_of, linear_clock, seconds_of, table, trace
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.cost.base import FloatArray, IntArray
+from fp8plan.model.cost.base import QUANTITIES, FloatArray, IntArray
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules
-from fp8plan.model.schedule.loop import CLOCKED
 from fp8plan.model.schedule.rows import COLUMNS
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.turns import TurnTable
@@ -35,16 +35,16 @@ def run(made: Trace, longest_run: int = 2**62) -> Schedule:
     return schedule(*work, clock=made.clock, concurrent=made.concurrent)
 
 
-def seconds(plan: Schedule, clock: LinearClock) -> list[list[float]]:
+def seconds(plan: Schedule, clock: Clock) -> list[list[float]]:
     """The seconds of the steps of each row."""
-    rows = zip(plan.steps.tolist(), *(getattr(plan, name).tolist() for name in CLOCKED), strict=True)
+    rows = zip(plan.steps.tolist(), *(getattr(plan, name).tolist() for name in QUANTITIES), strict=True)
     return [
-        [clock.seconds(requests, tokens + step * requests, *prefill) for step in range(steps)]
+        [seconds_of(clock, requests, tokens + step * requests, *prefill) for step in range(steps)]
         for steps, requests, tokens, *prefill in rows
     ]
 
 
-def ends(plan: Schedule, clock: LinearClock) -> FloatArray:
+def ends(plan: Schedule, clock: Clock) -> FloatArray:
     """The seconds from the start to the end of each row."""
     ended: FloatArray = np.cumsum(plan.idle_s + [sum(row) for row in seconds(plan, clock)])
     return ended
@@ -240,6 +240,8 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
         schedule(*batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match="turns of trajectory 0 generate 4 tokens, but its response has 5"):
         schedule(*batch._replace(responses=np.array([5])), *work, clock=EQUAL_STEPS)
-    for wrong in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match=f"the clock gives {wrong} s for a step; allowed: above 0"):
-            schedule(*batch, *work, clock=LinearClock(wrong, 0.0, 0.0))
+    with pytest.raises(ConfigError, match="1024 requests, with 1 windows, but the engine's have"):
+        schedule(*batch, *work, clock=linear_clock(1.0, windows=1))
+    for limits in (EngineLimits(max_num_seqs=1025), EngineLimits(max_num_batched_tokens=16385)):
+        with pytest.raises(ConfigError, match="the clock has steps of up to 16384 tokens and 1024 requests"):
+            schedule(*batch, 100, limits, clock=EQUAL_STEPS)

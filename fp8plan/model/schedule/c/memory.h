@@ -83,7 +83,7 @@ static void sift(Heap *heap, number at, number request) {
 
 /* Enter a request under a step. Those of one step come in order of arrival. */
 static void enter(const State *s, Heap *heap, number request, number step) {
-    heap->key[request] = step * s->requests + request;
+    heap->key[request] = step * s->num_turns + s->rank[request];
     sift(heap, heap->place[request] == NONE ? heap->size++ : heap->place[request], request);
 }
 
@@ -97,12 +97,12 @@ static void leave(Heap *heap, number request) {
 
 /* True if the first entry is under a step before `end`. */
 static int comes_before(const State *s, const Heap *heap, number end) {
-    return heap->size && heap->key[heap->items[0]] < end * s->requests;
+    return heap->size && heap->key[heap->items[0]] < end * s->num_turns;
 }
 
 /* The step of the first entry; NEVER without one. */
 static number first_step(const State *s, const Heap *heap) {
-    return heap->size ? heap->key[heap->items[0]] / s->requests : NEVER;
+    return heap->size ? heap->key[heap->items[0]] / s->num_turns : NEVER;
 }
 
 #endif

@@ -5,6 +5,7 @@
 #define FP8PLAN_REQUESTS_H
 
 #include "rhythm.h"
+#include "turns.h"
 #include "windows.h"
 
 static void note_free(State *s, number blocks) { s->facts->least_free = least(s->facts->least_free, blocks); }
@@ -206,6 +207,8 @@ static number admit_waiting(State *s, number budget) {
         admit(s, request, hit);
         take(s, request, hit + tokens, has_checkpoint(s, request, hit, hit + tokens));
         cached += hit;
+        s->again_tokens += most(s->earlier[request] - hit, 0);
+        s->earlier[request] = 0;
         budget -= tokens;
         s->computed[request] = hit;
         s->target[request] = s->length[request];

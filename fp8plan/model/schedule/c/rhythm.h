@@ -9,21 +9,21 @@ static number remainder_of(number value, number size) {
     return rest < 0 ? rest + size : rest;
 }
 
-/* The place of a request among the members of a phase, or where it would stand. */
-static number place_of(const Phase *phase, number request) {
+/* The place of a request among the members of a phase, or where it would stand. rank: its number in order of arrival */
+static number place_of(const State *s, const Phase *phase, number rank) {
     number low = 0, high = phase->size;
-    if (high && phase->members[high - 1].request <= request) /* most often it is the newest one */
-        return phase->members[high - 1].request < request ? high : high - 1;
+    if (high && s->rank[phase->members[high - 1].request] <= rank) /* most often it is the newest one */
+        return s->rank[phase->members[high - 1].request] < rank ? high : high - 1;
     while (low < high) {
         number middle = (low + high) / 2;
-        if (phase->members[middle].request < request) low = middle + 1;
+        if (s->rank[phase->members[middle].request] < rank) low = middle + 1;
         else high = middle;
     }
     return low;
 }
 
 static void change_member(State *s, Phase *phase, number request, number takes, number drops) {
-    number at = place_of(phase, request);
+    number at = place_of(s, phase, s->rank[request]);
     if (at == phase->size || phase->members[at].request != request) {
         if (phase->size == phase->room)
             phase->members = grown(s, phase->members, phase->room = 2 * phase->room + 8, sizeof(Member));
@@ -138,7 +138,7 @@ static void stop_rhythm(State *s, number request, number step) {
 }
 
 static int has_event(const State *s, number request, number step) {
-    return s->events.place[request] != NONE && s->events.key[request] < (step + 1) * s->requests;
+    return s->events.place[request] != NONE && s->events.key[request] < (step + 1) * s->num_turns;
 }
 
 /* The next request that may leave the rhythm in a step; NEVER without one. */
@@ -196,7 +196,7 @@ static int is_member(const Phase *phase, number at, number request) {
 static int is_due(const State *s, number request, number step) {
     if (!s->ordered) return takes_due(s, request, step) > 0;
     const Phase *phase = s->phases + step % s->cycle;
-    return is_member(phase, place_of(phase, request), request) || has_event(s, request, step);
+    return is_member(phase, place_of(s, phase, s->rank[request]), request) || has_event(s, request, step);
 }
 
 /* Free the blocks of a member of a phase that keeps the rhythm. */
@@ -206,13 +206,15 @@ static void drop_member(State *s, const Member *member, number step) {
     s->served[member->request] = step;
 }
 
-/* Serve the steady requests from `first` on in turn, up to one that does not find its blocks; returns it, or NONE. */
+/* Serve the steady requests in turn, up to one that does not find its blocks; returns it, or NONE.
+
+   first: the least rank */
 static number serve_in_turn(State *s, number step, number first) {
     const Phase *phase = s->phases + step % s->cycle;
-    for (number at = place_of(phase, first);;) {
+    for (number at = place_of(s, phase, first);;) {
         number request = at < phase->size ? phase->members[at].request : NEVER, event = event_in(s, step);
         if (event == NEVER && request == NEVER) return NONE;
-        if (event <= request) {
+        if (request == NEVER || (event != NEVER && s->rank[event] <= s->rank[request])) {
             request = event;
             drop_due(s, request, step); /* it may enter the phase, at `at` */
         } else {

@@ -86,28 +86,31 @@ static void begin_shared(State *s, number prompts) {
         if (siblings[s->prompt_of[i]] > 1) s->shared[i] = s->prompts[i] / size;
 }
 
-static void begin_requests(State *s, const number *responses) {
+static void begin_requests(State *s, const number *prompts) {
     number n = s->requests;
     number **zeroed[] = {&s->final, &s->length, &s->target, &s->computed, &s->junction, &s->last_tokens,
-                         &s->hashed, &s->steady_from, &s->finished, &s->leaving};
+                         &s->hashed, &s->steady_from, &s->finished, &s->leaving, &s->prompts, &s->turn,
+                         &s->last_final, &s->earlier};
     for (size_t i = 0; i < sizeof zeroed / sizeof *zeroed; i++) *zeroed[i] = numbers(s, n, 0);
     s->last_step = numbers(s, n, -2);
-    s->before = numbers(s, n + 1, 0);
-    s->after = numbers(s, n + 1, 0);
+    s->rank = numbers(s, n, NONE);
+    s->before = numbers(s, n + 1, n);
+    s->after = numbers(s, n + 1, n);
     s->steady = zeros(s, n, sizeof(char));
     s->is_leaving = zeros(s, n, sizeof(char));
     s->chunks.items = zeros(s, n, sizeof(Chunk));
     s->again_chunks.items = zeros(s, n, sizeof(Chunk));
     s->finishes = new_heap(s);
     s->refused_changes = NONE;
-    s->waiting = n;
+    s->arrivals = zeros(s, n, sizeof(Arrival));
+    s->head = n;
+    s->begun = least(s->settings.concurrent, n);
     for (number i = 0; i < n; i++) {
-        s->final[i] = s->prompts[i] + responses[i] - 1;
-        s->length[i] = s->target[i] = s->prompts[i];
-    }
-    for (number i = 0; i <= n; i++) {
-        s->before[i] = i ? i - 1 : n;
-        s->after[i] = i < n ? i + 1 : 0;
+        number turn = s->turn[i] = s->turns.first[i], end = s->turns.first[i + 1];
+        s->prompts[i] = s->length[i] = s->target[i] = prompts[i];
+        s->final[i] = s->last_final[i] = prompts[i] + s->turns.generated[turn] - 1;
+        for (; turn + 1 < end; turn++) s->last_final[i] += s->turns.tool[turn] + s->turns.generated[turn + 1];
+        if (i < s->begun) join_queue(s, i);
     }
 }
 
@@ -120,8 +123,9 @@ static void begin_chunks_of_states(State *s) {
 
 static void begin_meters(State *s, const Window *windows) {
     s->columns = COLUMNS + WINDOW_COLUMNS * s->num_meters;
+    s->timed_row = numbers(s, s->columns, 0);
     s->meters = zeros(s, s->num_meters, sizeof(Meter));
-    for (number i = 0; i < s->num_meters; i++) s->meters[i] = (Meter){windows[i], 0, 0, new_heap(s)};
+    for (number i = 0; i < s->num_meters; i++) s->meters[i] = (Meter){windows[i], 0, 0, 0, new_heap(s)};
 }
 
 static void end(State *s) {
@@ -150,28 +154,36 @@ void fp8plan_columns(number *rows, number num_rows, number num_columns, number *
 /* Simulate a batch. Returns the number of rows; NO_MEMORY, also if the state contradicts itself; or TOO_FEW_BLOCKS if a
    request does not find the blocks that it needs in a pool that it has to itself.
 
-   counts:    of requests, prompts, groups and windows
+   counts:    of requests, prompts, groups, windows and turns
+   prompts:   tokens of each request; of a trajectory, in its first turn
    prompt_of: the prompt of each request
+   first:     the first turn of each request; then, by turn, columns of a TurnTable
    windows:   the distinct windows among the groups
    facts:     receives what the pool meant to the schedule
    ended:     receives the row that ended each request
+   clock:     NULL if no request arrives later than at the start
    rows:      receives the columns row by row, for fp8plan_columns */
-number fp8plan_schedule(const number *counts, const number *prompts, const number *responses, const number *prompt_of,
-                        const Settings *settings, const Spec *specs, const Window *windows, Facts *facts,
-                        number *ended, number **rows) {
+number fp8plan_schedule(const number *counts, const number *prompts, const number *prompt_of, const number *first,
+                        const number *generated, const number *tool, const Settings *settings, const Spec *specs,
+                        const Window *windows, Facts *facts, number *ended, const double *wait_s, const Clock *clock,
+                        number **rows) {
     State *s = calloc(1, sizeof(State));
     if (!s) return NO_MEMORY;
     s->requests = counts[0], s->num_groups = counts[2], s->num_meters = counts[3];
+    s->num_turns = counts[4];
+    s->turns = (Turns){first, generated, tool, wait_s};
+    s->clock = clock;
     s->settings = *settings;
     s->facts = facts;
-    s->prompts = prompts, s->prompt_of = prompt_of, s->ended = ended;
+    s->prompt_of = prompt_of, s->ended = ended;
     if (!setjmp(s->failed)) {
-        begin_requests(s, responses);
+        begin_requests(s, prompts);
         begin_pool(s, specs, counts[1]);
         begin_shared(s, counts[1]);
         begin_chunks_of_states(s);
         begin_meters(s, windows);
-        while (s->waiting || s->running) {
+        while (s->waiting || s->running || s->num_arrivals) {
+            arrive(s);
             if (s->unsteady || !s->decoding) step(s);
             else run(s);
         }

@@ -13,9 +13,10 @@ typedef int64_t number;
 
 enum { FULL, SLIDING, CHUNKED, STATE }; /* kinds of groups; a latent one is FULL */
 
-enum { /* columns of a row: scheduler.COLUMNS; three of each window follow */
+enum { /* columns of a row: scheduler.COLUMNS and TURN_COLUMNS; three of each window follow */
     STEPS, DECODE_REQUESTS, DECODE_KV_TOKENS, RECOMPUTED_TOKENS, RUNNING, WAITING, USED_BLOCKS, PREEMPTIONS, FINISHED,
-    PREFILL_TOKENS, PREFILL_REQUESTS, PREFILL_KV_TOKENS, PREFILL_PAIRS, SAMPLED_REQUESTS, CACHED_TOKENS, COLUMNS
+    PREFILL_TOKENS, PREFILL_REQUESTS, PREFILL_KV_TOKENS, PREFILL_PAIRS, SAMPLED_REQUESTS, CACHED_TOKENS,
+    AWAY, AGAIN_TOKENS, IDLE_S, COLUMNS
 };
 enum { WINDOW_DECODE, WINDOW_PREFILL, WINDOW_PAIRS, WINDOW_COLUMNS };
 
@@ -24,13 +25,25 @@ static const number NEVER = (number)1 << 62; /* a step that does not come, and b
 
 typedef struct {
     number num_blocks, caching, max_num_batched_tokens, max_num_seqs, reserve_full_prompt, lag, longest;
-    number retain_all, leaves_one, holders_wait;
+    number retain_all, leaves_one, holders_wait, concurrent;
 } Settings;
 
 /* cap: the most blocks that the check of a whole prompt asks for, or NONE; first_equal: the first group of this spec */
 typedef struct { number kind, block_size, window, checkpoints, cap, first_equal; } Spec;
 
 typedef struct { number kind, window; } Window;
+
+/* turns.TurnTable. wait_s is by turn, like generated and tool. */
+typedef struct { const number *first, *generated, *tool; const double *wait_s; } Turns;
+
+typedef struct { double seconds, least; } Costs;
+
+/* cost/clock.Clock, with the numbers of kinds of reads, of requests and of sizes of chunks in its tables. */
+typedef struct {
+    const Costs *tokens, *sampled, *decode, *first, *further, *uneven;
+    const double *launches, *host, *depths;
+    number kinds, decode_rows, chunk_rows, num_depths, size_step, overlaps, leads, on_cpu;
+} Clock;
 
 typedef struct { number least_free, refused, hit_freed_blocks, missed_evicted; } Facts;
 
@@ -96,8 +109,14 @@ typedef struct { number size, blocks; } Growth; /* the blocks of one size that a
 /* Requests by key; the least key comes first. */
 typedef struct { number *key, *items, *place, size; } Heap;
 
-/* KV tokens that decoding requests read in a window. */
-typedef struct { Window window; number reads, growing; Heap turns; } Meter;
+/* KV tokens that decoding requests read in a window. read: by now in the steps of this row */
+typedef struct { Window window; number reads, growing, read; Heap changes; } Meter;
+
+/* A trajectory's next request. */
+typedef struct { double seconds; number request; } Arrival;
+
+/* loop.Times, and `ahead` of the last step (Clock.step). */
+typedef struct { double scheduled, ended_before, ended, ahead; } Times;
 
 typedef struct { number request, before, after; } Chunk;
 typedef struct { Chunk *items; number size; } Chunks;
@@ -136,15 +155,27 @@ typedef struct {
     Heap events; /* steps in which they may leave the rhythm */
     number *offset, *since, *in_flight, *served;
     /* the scheduler */
-    const number *prompts;
+    number *prompts; /* of the turn that a trajectory is in */
     number now, running, waiting, head, head_needs, decoding, unsteady, context, preempted, lost, alone;
     number aligned, checkpoints, keeps_all;
     number refused_changes, refused_decoding;
-    number *before, *after; /* unfinished requests as a ring in order of arrival; the last entry is no request */
+    number *before, *after; /* requests that wait or run as a ring in order of arrival; the last entry is no request */
     number *final, *length, *target, *computed, *junction, *last_step, *last_tokens, *hashed, *steady_from, *ended;
     char *steady, *is_leaving;
     number *finished, num_finished, *leaving, num_leaving;
     Heap finishes;
+    /* turns and time */
+    Turns turns;
+    number num_turns, begun, arrived, away, again_tokens; /* begun: trajectories; arrived: requests */
+    number *turn, *last_final; /* by trajectory: its turn; the tokens computed at the end of its last one */
+    number *rank;    /* by request: its number in order of arrival; NONE: it is still to arrive */
+    number *earlier; /* by request: tokens of earlier turns that the prefix cache may have */
+    Arrival *arrivals;
+    number num_arrivals;
+    const Clock *clock; /* NULL: no request arrives later than at the start */
+    Times times, times_before; /* now, and before the row */
+    double idle_s;             /* that the engine has waited since the last row */
+    number timed, *timed_row;  /* steps of the row that have passed; the last of them as a row of its own */
     Chunks chunks, again_chunks;
     Meter *meters;
     number *rows, num_rows, rows_room, columns;

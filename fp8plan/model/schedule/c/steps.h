@@ -2,6 +2,7 @@
 #ifndef FP8PLAN_STEPS_H
 #define FP8PLAN_STEPS_H
 
+#include "clock.h"
 #include "requests.h"
 
 /* ---- the end of a row ---- */
@@ -19,7 +20,8 @@ static void record_prefill(const State *s, number *row) {
 
 static void record_window(const State *s, Meter *meter, number steps, number *columns) {
     const Window *window = &meter->window;
-    columns[WINDOW_DECODE] = advance(s, meter, steps);
+    columns[WINDOW_DECODE] = meter->read + advance(s, meter, s->now + s->timed, steps - s->timed);
+    meter->read = 0;
     for (number i = 0; i < s->again_chunks.size; i++)
         columns[WINDOW_DECODE] += read_by(window, s->again_chunks.items[i].before);
     for (number i = 0; i < s->chunks.size; i++) {
@@ -47,10 +49,38 @@ static void record(State *s, number steps, number free, number cached) {
     row[USED_BLOCKS] = s->settings.num_blocks - free;
     row[PREEMPTIONS] = s->preempted;
     row[CACHED_TOKENS] = cached;
-    s->preempted = s->lost = 0;
+    row[AWAY] = s->away;
+    row[AGAIN_TOKENS] = s->again_tokens;
+    memcpy(row + IDLE_S, &s->idle_s, sizeof s->idle_s); /* its bits */
+    s->preempted = s->lost = s->again_tokens = 0;
     record_prefill(s, row);
     for (number i = 0; i < s->num_meters; i++)
         record_window(s, s->meters + i, steps, row + COLUMNS + WINDOW_COLUMNS * i);
+}
+
+/* Let a step of a run pass, in which requests only decode. */
+static void pass_decode(State *s, number step) {
+    number *row = s->timed_row;
+    if (!s->timed++) s->times_before = s->times;
+    row[DECODE_REQUESTS] = row[SAMPLED_REQUESTS] = s->decoding;
+    row[DECODE_KV_TOKENS] = s->context + (step + 1) * s->decoding;
+    for (number i = 0; i < s->num_meters; i++) {
+        number reads = advance(s, s->meters + i, s->now + step, 1);
+        s->meters[i].read += reads;
+        row[COLUMNS + WINDOW_COLUMNS * i + WINDOW_DECODE] = reads;
+    }
+    s->times.ahead = 0.0;
+    pass(s, step_seconds(s->clock, row, &s->times.ahead));
+}
+
+/* Let the steps of the last row pass. Those of a run have passed. A row of one step follows the row before. */
+static void pass_row(State *s, number steps) {
+    if (s->clock && steps == 1) {
+        if (s->timed) s->times = s->times_before;
+        pass(s, step_seconds(s->clock, s->rows + s->columns * (s->num_rows - 1), &s->times.ahead));
+    }
+    s->timed = 0;
+    s->idle_s = 0.0;
 }
 
 static void start_all(State *s, Chunks *chunks) {
@@ -73,6 +103,7 @@ static void pass_finishes(State *s) {
         s->computed[request] = stop_decoding(s, request);
         s->ended[request] = s->num_rows - 1;
         s->finished[s->num_finished++] = request;
+        end_turn(s, request);
     }
     if (s->num_finished) s->rows[s->columns * (s->num_rows - 1) + FINISHED] = s->num_finished;
 }
@@ -95,7 +126,12 @@ static void release_finished(State *s) {
 
 /* Record a row, advance, start decoding after a whole prefill, and release finished requests. */
 static void end_row(State *s, number steps, number free, number cached) {
-    if (s->decoding || s->chunks.size || s->again_chunks.size) record(s, steps, free, cached);
+    if (s->decoding || s->chunks.size || s->again_chunks.size) {
+        record(s, steps, free, cached);
+        pass_row(s, steps);
+    } else {
+        pass(s, 0.0);
+    }
     s->now += steps;
     s->context += steps * s->decoding;
     start_all(s, &s->chunks);
@@ -121,7 +157,9 @@ static void serve_equal(State *s) {
 
 /* Serve the steady requests in turn. */
 static void serve_ordered(State *s) {
-    for (number request = 0; (request = serve_in_turn(s, s->now, request)) != NONE; request++) {
+    number request, first = 0;
+    while ((request = serve_in_turn(s, s->now, first)) != NONE) {
+        first = s->rank[request] + 1;
         number blocks = takes_due(s, request, s->now);
         if (make_room(s, request, blocks)) take_due(s, request, s->now, blocks);
     }
@@ -229,14 +267,14 @@ static number run_takes(State *s, number wanted) {
     return steps;
 }
 
-/* Run steps until a request finishes or is admitted, while every decoding request is sure to find its blocks. */
+/* Run steps until a request finishes, arrives or is admitted, while every decoding one is sure to find its blocks. */
 static void run(State *s) {
     number wanted = least(s->settings.longest, steps_to_finish(s)), steps = 0, looked_at = NONE;
     if (s->keeps_all && may_admit(s)) { /* decoding frees no block: a row of its own, admitted or not */
         step(s);
         return;
     }
-    if (s->keeps_all && s->settings.reserve_full_prompt) {
+    if (s->keeps_all && s->settings.reserve_full_prompt && !s->clock) {
         steps = run_takes(s, wanted);
         wanted = steps;
     }
@@ -246,12 +284,15 @@ static void run(State *s) {
         note_free(s, left);
         if (left < 0) break;
         serve_all(s, s->now + steps);
-        if (s->changes == looked_at) continue;
+        if (s->changes != looked_at && may_admit(s)) {
+            if (steps) end_row(s, steps, free, 0);
+            end_row(s, 1, s->free, admit_waiting(s, s->settings.max_num_batched_tokens - s->decoding));
+            return;
+        }
         looked_at = s->changes;
-        if (!may_admit(s)) continue;
-        if (steps) end_row(s, steps, free, 0);
-        end_row(s, 1, s->free, admit_waiting(s, s->settings.max_num_batched_tokens - s->decoding));
-        return;
+        if (!s->clock) continue;
+        pass_decode(s, steps);
+        if (sees_arrival(s)) wanted = steps + 1;
     }
     if (steps) end_row(s, steps, s->free, 0);
     else step(s);

@@ -30,7 +30,7 @@ static Content *content_of(State *s, Group *group, number request, number block)
     number shared = s->shared[request];
     Content *content = group->states + request;
     if (block < shared) content = group->prompts + s->prompt_of[request];
-    index_blocks(s, group, content, block < shared ? shared : blocks_for(group, s->final[request]) + 1);
+    index_blocks(s, group, content, block < shared ? shared : blocks_for(group, s->last_final[request]) + 1);
     return content;
 }
 

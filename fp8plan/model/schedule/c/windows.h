@@ -26,39 +26,39 @@ static void start_reading(const State *s, Meter *meter, number request, number c
     meter->reads += read;
     if (meter->window.kind == SLIDING && !full) return;
     meter->growing++;
-    enter(s, &meter->turns, request, s->now + full + (meter->window.kind == CHUNKED));
+    enter(s, &meter->changes, request, s->now + full + (meter->window.kind == CHUNKED));
 }
 
 static void stop_reading(Meter *meter, number request, number computed) {
     meter->reads -= read_by(&meter->window, computed);
-    if (meter->turns.place[request] == NONE) return;
+    if (meter->changes.place[request] == NONE) return;
     meter->growing--;
-    leave(&meter->turns, request);
+    leave(&meter->changes, request);
 }
 
 /* A full window grows no more. At the beginning of a chunk, a request reads one chunk less. */
-static void pass_turns(const State *s, Meter *meter, number step) {
-    while (comes_before(s, &meter->turns, step + 1)) {
-        number request = meter->turns.items[0];
-        leave(&meter->turns, request);
+static void pass_changes(const State *s, Meter *meter, number step) {
+    while (comes_before(s, &meter->changes, step + 1)) {
+        number request = meter->changes.items[0];
+        leave(&meter->changes, request);
         if (meter->window.kind == SLIDING) {
             meter->growing--;
         } else {
             meter->reads -= meter->window.window;
-            enter(s, &meter->turns, request, step + meter->window.window);
+            enter(s, &meter->changes, request, step + meter->window.window);
         }
     }
 }
 
-/* Advance by that many steps, and return the KV tokens read in them. */
-static number advance(const State *s, Meter *meter, number steps) {
-    number total = 0, now = s->now, end = s->now + steps;
+/* Advance from step `now` by that many steps, and return the KV tokens read in them. */
+static number advance(const State *s, Meter *meter, number now, number steps) {
+    number total = 0, end = now + steps;
     while (now < end) {
-        number until = comes_before(s, &meter->turns, end) ? first_step(s, &meter->turns) : end, run = until - now;
+        number until = comes_before(s, &meter->changes, end) ? first_step(s, &meter->changes) : end, run = until - now;
         total += run * meter->reads + meter->growing * (run * (run - 1) / 2);
         meter->reads += run * meter->growing;
         now = until;
-        pass_turns(s, meter, now);
+        pass_changes(s, meter, now);
     }
     return total;
 }
