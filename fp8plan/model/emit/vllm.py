@@ -30,7 +30,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
-from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
+from fp8plan.model.risk.remedies import BLOCK, NO_REMEDIES, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
@@ -60,13 +60,13 @@ def ignored(setup: EngineSetup) -> list[str]:
 
 def kept_patterns(setup: EngineSetup) -> list[str]:
     """The patterns of the linears that the user keeps. Raises ConfigError as `ignored` does."""
-    patterns = []
-    if any(ends_of(setup.keep_bf16)):
+    patterns, kept = [], setup.remedies.keep_bf16
+    if any(ends_of(kept)):
         shape = _known_shape(setup)
         layers = _layers_in_config(setup) if shape is None else shape.num_layers
-        numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers)))
+        numbers = "|".join(map(str, kept_numbers(kept, layers)))
         patterns.append(rf"re:.*\.layers\.({numbers})\..*")
-    if OUTPUTS in setup.keep_bf16:
+    if OUTPUTS in kept:
         patterns.append(rf"re:.*\.{MODULES[OUTPUTS]}$")
     return patterns
 
@@ -78,7 +78,8 @@ def _layers_in_config(setup: EngineSetup) -> int:
         if isinstance(fields, Mapping) and isinstance(layers := fields.get("num_hidden_layers"), int):
             return layers
     raise ConfigError(
-        f"keep_bf16 is {setup.keep_bf16}, and config.json of {setup.path} has no num_hidden_layers; leave it out"
+        f"keep_bf16 is {setup.remedies.keep_bf16}, and config.json of {setup.path} has no num_hidden_layers; leave it "
+        "out"
     )
 
 
@@ -132,7 +133,6 @@ class Job:
     choice:     the plan's name for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
     refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out
-    remedies:   those that the trainer and the engine share
     """
 
     setup: EngineSetup
@@ -143,7 +143,6 @@ class Job:
     choice: int | str
     plan_file: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
-    remedies: Remedies = field(default_factory=Remedies)
 
     @property
     def plan(self) -> str:
@@ -239,7 +238,7 @@ def _known_shape(setup: EngineSetup) -> ModelShape | None:
     try:
         return setup.shape
     except ConfigError:
-        if any(setup.keep_bf16) and _known_shape(replace(setup, keep_bf16=(0, 0))) is not None:
+        if setup.remedies != NO_REMEDIES and _known_shape(replace(setup, remedies=NO_REMEDIES)) is not None:
             raise
         return None
 
@@ -273,7 +272,7 @@ def _must_be_e8m0(setup: EngineSetup) -> bool:
 
 def grid_notes(job: Job) -> list[str]:
     """A note on an FP8 trainer whose numbers are not the engine's; [] without one."""
-    setup, trainer = job.setup, job.remedies.trainer_precision
+    setup, trainer = job.setup, job.setup.remedies.trainer_precision
     grid: str = setup.precision.weights
     if setup.precision.in_blocks:
         grid = POW2 if setup.e8m0 or _must_be_e8m0(setup) else BLOCK
@@ -327,7 +326,7 @@ def emit_vllm(job: Job) -> str:
     notes += [
         *_risk_notes(job),
         *grid_notes(job),
-        *(f"in the trainer: {words}" for words in in_all_words(job.remedies)),
+        *(f"in the trainer: {words}" for words in in_all_words(setup.remedies)),
     ]
     settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
     return json.dumps(settings, indent=2)

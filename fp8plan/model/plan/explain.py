@@ -13,9 +13,9 @@ from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Answer, Choice, SpeedUp, seconds, several_layouts
-from fp8plan.model.plan.remedied import returned_experts, way_of
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
+from fp8plan.model.plan.ways import sentence
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget
@@ -149,11 +149,11 @@ def explain(
     tried: the candidates behind the choices; empty: no sentence on other limits and on the sync
     """
     choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
-    timed, whose = answer.rollout(picked), f"The chosen {picked.precision}'s"
+    timed, subject = answer.rollout(picked), f"The chosen {picked.precision}'s mismatch risk"
     in_fp8 = next((c.setup.shape for c in tried if c.setup.precision.weights != "bf16"), shape)
     return (
         _headline(answer, shape.stored, request.remedies),
-        *([way_of(picked, answer, request.remedies, whose)] if _refused(picked, answer.budget) else ()),
+        *([sentence(picked, answer, request.remedies, subject)] if _refused(picked, answer.budget) else ()),
         *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
         *_passed_over(answer, request.remedies),
@@ -162,7 +162,7 @@ def explain(
         *whole_or_sliced(answer),
         *where_from(answer),
         *_left_in_bf16(choices, in_fp8),
-        *returned_experts(picked),
+        *_returned_experts(picked),
         *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
         *(f"Correction: {note}." for note in corrections),
@@ -302,7 +302,7 @@ def _passed_over(answer: Answer, own: Remedies) -> list[str]:
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
         name = f"{choice.precision}{_where(choice, answer.choices)}"
         if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
-            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer, own)}")
+            sentences.append(f"{name} would be {gain.over(than)}. {sentence(choice, answer, own)}")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
         elif picked.precision == "bf16" and gain.ratio > 1 - SLOWER:
@@ -359,6 +359,16 @@ def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
         f"FP8 weights{where.format(', '.join(map(str, sorted(set(sizes)))))}: {linears}."
         for linears, sizes in layouts.items()
     ]
+
+
+def _returned_experts(picked: Choice) -> list[str]:
+    """A sentence on the experts that the engines return."""
+    routes = picked.routed_experts
+    if routes is None:
+        return []
+    sent = f"the trainer gets {routes['token']:,} bytes for each token, {routes['rollout'] / 1e9:.2g} GB in all"
+    memory = f"{routes['device'] / 1e6:,.0f} MB more of each GPU, and up to {routes['host'] / 1e9:.2g} GB of its host"
+    return [f"Router replay: {sent}. A replica needs {memory}. Its time is fitted to rollouts of one slow host."]
 
 
 def _of_a_sample(timed: Rollout) -> list[str]:

@@ -21,7 +21,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
-from fp8plan.model.risk.remedies import POW2, Remedies
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
@@ -256,8 +256,7 @@ class Plan:
             limits,
             self.inside,
             self.engine_version,
-            self.remedies.keep_bf16,
-            self.remedies.trainer_precision == POW2,
+            self.remedies,
         )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
@@ -364,7 +363,7 @@ class Plan:
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
-        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused, self.remedies)
+        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused)
         vllm.check_risk(job)
         return job
 

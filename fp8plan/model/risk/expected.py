@@ -25,8 +25,8 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
-from fp8plan.model.risk.remedies import BF16, POW2, TRAINER_PRECISIONS, Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES, Setting, sequence_rejection, token_log_ratio
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, POW2, TRAINER_PRECISIONS, Remedies
+from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 from fp8plan.options import Option, group_of
 
 Level = Literal["low", "moderate", "high"]

@@ -23,6 +23,7 @@ from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside
 from fp8plan.model.workload import MOST_TOKENS, SINGLE, Batch, Trace, Turns, Workload
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
@@ -160,7 +161,7 @@ class Record:
             self.limits,
             caller_of(self.fields),
             self.fields["engine_version"],
-            self.fields.get("keep_bf16") or (0, 0),
+            Remedies(keep_bf16=self.fields.get("keep_bf16") or (0, 0)),
         )
 
 

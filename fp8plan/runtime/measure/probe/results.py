@@ -23,8 +23,8 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.risk.fit import OBSERVATIONS
-from fp8plan.model.risk.remedies import BF16, Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES, has_qkv_bias, setting_of
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, Remedies
+from fp8plan.model.risk.theory import has_qkv_bias, setting_of
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
 from fp8plan.runtime.watch.mismatch.sums import LIMIT, FloatArray, k3
 from fp8plan.schemas import VERSIONS

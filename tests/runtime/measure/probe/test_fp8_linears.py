@@ -11,6 +11,7 @@ from tiny_models import checkpoint
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored
 from fp8plan.model.precision import FP8_BLOCK
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.quantize import fake_quant
 from fp8plan.runtime.measure.probe import fp8_linears as module
@@ -72,7 +73,7 @@ def test_modules_that_vllm_leaves_in_bf16_are_not_rounded(monkeypatch: pytest.Mo
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, keep_bf16=(1, 1, "o_proj")))
+    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, remedies=Remedies(keep_bf16=(1, 1, "o_proj"))))
     with fp8_linears(model.model, "fp8_block", in_bf16):
         rounded = {name for name, part in model.named_modules() if "forward" in vars(part)}
     names = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj".split()

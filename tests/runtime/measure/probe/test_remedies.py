@@ -14,8 +14,7 @@ from tiny_models import checkpoint, experts_or_skip, forget_groups
 from benchmarks.gpu.remedies import remedies_of
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.risk.remedies import Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES
+from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
@@ -152,7 +151,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def sample(setup: Any, *_: Any) -> Any:
         routed_experts = setup.limits.enable_return_routed_experts
-        started.append((setup.precision.name, setup.keep_bf16, routed_experts))
+        started.append((setup.precision.name, setup.remedies.keep_bf16, routed_experts))
         return [row if routed_experts else row._replace(experts=None) for row in samples], {}
 
     monkeypatch.setattr(probe_module, "sample", sample)
