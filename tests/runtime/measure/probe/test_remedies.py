@@ -20,7 +20,7 @@ from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
 from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, in_effect, observations
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings
-from fp8plan.runtime.replay import RULES, recorded
+from fp8plan.runtime.replay import RULES, replayed
 from fp8plan.views.findings import probe_report
 from tools.risk_report import read_observations
 
@@ -94,7 +94,7 @@ def moe_samples(reference: Reference, trainer: str) -> list[Sampled]:
         logprobs = reference.score(rows).logprobs
         samples = []
         for row, values in zip(rows, logprobs, strict=True):
-            with recorded(reference._body) as seen, torch.inference_mode():
+            with replayed(reference._body, None) as seen, torch.inference_mode():
                 reference._body(input_ids=torch.tensor([[*row.prompt, *row.response]]))
             samples.append(row._replace(logprobs=values.tolist(), experts=seen.own_choice[:-1].numpy()))
     return samples
