@@ -56,12 +56,7 @@ class Reference:
         self._refuse_other_heads(model, model_path)
 
     def computing_in(self, precision: str, ignored: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which the model computes its linears in one of TRAINER_PRECISIONS.
-
-        ignored: patterns of modules that stay in BF16, as in vLLM's quantization_config
-
-        Raises ConfigError as `fp8_linears` does.
-        """
+        """Return a context in which the model computes its linears in one of TRAINER_PRECISIONS, as `fp8_linears`."""
         return nullcontext() if precision == BF16 else fp8_linears(self._body, precision, ignored)
 
     def score(

@@ -13,7 +13,6 @@ from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored
 from fp8plan.model.precision import FP8_BLOCK
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.apply.quantize import fake_quant
 from fp8plan.runtime.measure.probe import fp8_linears as module
 from fp8plan.runtime.measure.probe.fp8_linears import fp8_linears
 
@@ -93,11 +92,10 @@ def test_halves_of_an_expert_that_end_in_a_block_are_rounded_each() -> None:
         found = module._experts(experts, "fp8_block", tokens, place, weights)
         for row, (token, (expert,)) in enumerate(zip(tokens, place.tolist(), strict=True)):
             gate, up = (
-                fake_quant.linear(token[None], part, None, "fp8_block")
-                for part in experts.gate_up_proj[expert].chunk(2)
+                module.linear(token[None], part, None, "fp8_block") for part in experts.gate_up_proj[expert].chunk(2)
             )
             inner = torch.nn.functional.silu(gate) * up
-            outer = fake_quant.linear(inner, experts.down_proj[expert], None, "fp8_block")
+            outer = module.linear(inner, experts.down_proj[expert], None, "fp8_block")
             assert torch.allclose(found[row], outer[0] * 0.5, rtol=1e-5, atol=1.0)
 
 
