@@ -248,7 +248,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _plan_for(
         self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
     ) -> None:
-        replay = bool(self._router_replay) and not find_gpu(gpu).is_cpu  # plans for a CPU have no replay
         self.plan = plan_for(
             model,
             gpu,
@@ -260,7 +259,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inside=inside,
             host_loop_s=host_loop_s,
             timed="by the server" if inside == "server" else "here",
-            remedies=Remedies(router_replay=replay),
+            remedies=Remedies(router_replay=bool(self._router_replay)),
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:

@@ -15,7 +15,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -28,6 +28,7 @@ from fp8plan.model.configs.fields import NESTED
 from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
+from fp8plan.model.plan.choice import Choice
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.risk.remedies import BLOCK, NO_REMEDIES, POW2
@@ -106,27 +107,13 @@ FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """The expected mismatch, and the budget that accepts it.
-
-    kl_k3, kl_k3_high, risk: None without a prediction
-    at_one:    the same, with K and V scales left at 1.0; None without an FP8 KV cache
-    kv_scales: one of KV_SCALES, which kl_k3 and risk assume
-    """
-
-    kl_k3: float | None
-    kl_k3_high: float | None
-    risk: Level | None
-    at_one: Mapping[str, Any] | None
-    kv_scales: str
-    budget: RiskBudget
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """The input of a trainer's settings.
 
     setup:      the engine, with max_model_len filled in; data_parallel_size: the number of them that the trainer starts
+    picked:     the plan's choice, with the expected mismatch
+    counted:    the plan counts on K and V scales that are calibrated
+    budget:     the plan's
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and other facts on the rollout
     thresholds: the correction's, as in Plan
     kv_scales:  one of KV_SCALES: the K and V scales of the engine that the settings start
@@ -138,7 +125,9 @@ class Job:
     setup: EngineSetup
     workload: Mapping[str, Any]
     thresholds: Mapping[str, Any]
-    expected: Expected
+    picked: Choice
+    counted: bool
+    budget: RiskBudget
     kv_scales: str
     choice: int | str
     plan_file: str | None = None
@@ -334,10 +323,10 @@ def emit_vllm(job: Job) -> str:
 
 def check_risk(job: Job) -> None:
     """Raise ConfigError if the plan accepts the risk of calibrated K and V scales, but not that of scales of 1.0."""
-    at_one, budget, risk = job.expected.at_one, job.expected.budget, job.expected.risk
+    at_one, budget, risk = job.picked.unit_kv_scales, job.budget, job.picked.risk
     if at_one is None or risk is None or job.kv_scales == "calibrated":
         return
-    if not budget.accepts(risk) or budget.accepts(at_one["risk"]):
+    if not budget.accepts(cast("Level", risk)) or budget.accepts(at_one["risk"]):
         return
     raise ConfigError(
         f"vLLM leaves the K and V scales of {job.setup.precision.name} at 1.0: there the risk is "
@@ -349,21 +338,20 @@ def check_risk(job: Job) -> None:
 
 def _risk_notes(job: Job) -> list[str]:
     """Notes on the expected mismatch of vLLM's own engine, and on the K and V scales that it assumes."""
-    known = job.expected
-    planned = (known.kl_k3, known.kl_k3_high, known.risk)
+    planned = (job.picked.kl_k3, job.picked.kl_k3_high, job.picked.risk)
     if job.setup.precision.kv != "fp8":
         return _risk_note("expected mismatch", *planned)
     stored = _stored_as(job.setup)
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *_risk_note("expected mismatch", *planned)]
-    stay, counted = "vLLM leaves K and V scales at 1.0", known.kv_scales == "calibrated"
+    stay, counted = "vLLM leaves K and V scales at 1.0", job.counted
     if job.kv_scales == "calibrated":
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
         expected = _risk_note("expected mismatch" if counted else "expected mismatch at 1.0", *planned)
         return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]
     fixed = job.setup.why_fixed_kv_scales
     advice = f"{stay}: {fixed}" if fixed else f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
-    if (at_one := known.at_one) is None:
+    if (at_one := job.picked.unit_kv_scales) is None:
         return [advice]
     expected = _risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])
     return [advice, *expected, *(_risk_note("the plan's own, for calibrated scales", *planned) if counted else [])]
@@ -371,14 +359,12 @@ def _risk_notes(job: Job) -> list[str]:
 
 def measured_notes(job: Job) -> list[str]:
     """Notes on the expected mismatch in verl and TRL, where fp8plan measures the K and V scales if it can."""
-    known = job.expected
-    fp8, counted = job.setup.precision.kv == "fp8", known.kv_scales == "calibrated"
-    subject = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
-    if not fp8:
-        return _risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)
+    planned = (job.picked.kl_k3, job.picked.kl_k3_high, job.picked.risk)
+    if job.setup.precision.kv != "fp8":
+        return _risk_note("expected mismatch", *planned)
     fixed = job.setup.why_fixed_kv_scales
     scales = [MEASURED] if fixed is None else [fixed, FIXED]
-    return [*scales, *_risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)]
+    return [*scales, *_risk_note("expected mismatch" if job.counted else "expected mismatch at 1.0", *planned)]
 
 
 def _risk_note(subject: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:

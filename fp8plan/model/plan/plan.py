@@ -16,7 +16,7 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.emit import vllm
-from fp8plan.model.emit.vllm import Expected, Job, measured_scales
+from fp8plan.model.emit.vllm import Job, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
@@ -357,13 +357,13 @@ class Plan:
         if target != "vllm":
             kv_scales = measured_scales(setup)
         picked = self.select(choice)
-        risk = cast("Level | None", picked.risk)
-        at_one, scales, budget = picked.unit_kv_scales, self.kv_scales, self.budget
-        expected = Expected(picked.kl_k3, picked.kl_k3_high, risk, at_one, scales, budget)
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
-        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused)
+        counted = self.kv_scales == "calibrated"
+        job = Job(
+            setup, self.workload, self.thresholds, picked, counted, self.budget, kv_scales, word, plan_file, refused
+        )
         vllm.check_risk(job)
         return job
 
