@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -276,17 +277,14 @@ class Routers:
 
     def _attach(self) -> None:
         if not self._hooks:
-            self._hooks = [self._attached(layer, router) for layer, router in self.routers]
-
-    def _attached(self, layer: int, router: Module) -> Any:
-        return router.register_forward_hook(lambda module, _, output: self._routed(layer, module, output))
+            self._hooks = [router.register_forward_hook(partial(self._routed, layer)) for layer, router in self.routers]
 
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _routed(self, layer: int, router: Module, output: Any) -> Any:
+    def _routed(self, layer: int, router: Module, _: Any, output: Any) -> Any:
         """Return a router's output with the experts to use: logits, weights, experts."""
         import torch
 

@@ -67,7 +67,7 @@ def _forwards(decoder: Module, precision: str, ignored: Sequence[str]) -> Iterat
         if any(pattern.match(name) for pattern in patterns):
             continue
         if isinstance(module, torch.nn.Linear):
-            yield module, partial(_linear, module, precision)
+            yield module, partial(linear, weight=module.weight, bias=module.bias, precision=precision)
         elif hasattr(module, "_apply_gate") and not getattr(module, "has_post_expert_norm", False):
             # transformers' ExpertsInterface gives this method to the experts of a layer
             yield module, partial(_experts, module, precision)
@@ -76,10 +76,6 @@ def _forwards(decoder: Module, precision: str, ignored: Sequence[str]) -> Iterat
                 f"{name} ({type(module).__name__}) has experts of a form that this reference cannot round; allowed: "
                 "trainer precision bf16, or experts of transformers' ExpertsInterface"
             )
-
-
-def _linear(module: Any, precision: str, tokens: Tensor) -> Tensor:
-    return linear(tokens, module.weight, module.bias, precision)
 
 
 def _experts(module: Any, precision: str, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -218,9 +218,9 @@ class Monitor:
         """
         begun = time.perf_counter()
         sums, routed, refusal, others = MismatchSums(), None, None, dict[str, MismatchSums]()
-        names = "synced_logprobs", "replayed_logprobs", "routing_differs"
-        optional = zip(names, (synced_logprobs, replayed_logprobs, routing_differs), strict=True)
-        ways = {name: None if value is None else "present" for name, value in optional}
+        optional: dict[str, Any] = {"synced_logprobs": synced_logprobs, "replayed_logprobs": replayed_logprobs}
+        optional["routing_differs"] = routing_differs
+        ways = {name: None if value is None else "present" for name, value in optional.items()}
         try:
             if self.sequence_group is not None:  # its ranks meet in each `pack`
                 gathered(None, ways, self.sequence_group)
