@@ -37,7 +37,7 @@ def states(decoder: Any) -> torch.Tensor:
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears that round nothing."""
 
-    def linear(tokens: torch.Tensor, weight: torch.Tensor, bias: Any, _: str) -> torch.Tensor:
+    def linear(tokens: torch.Tensor, weight: torch.Tensor, bias: Any, precision: str) -> torch.Tensor:
         return torch.nn.functional.linear(tokens, weight, bias)
 
     monkeypatch.setattr(module, "linear", linear)
