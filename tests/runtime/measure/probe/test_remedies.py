@@ -18,10 +18,11 @@ from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
-from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, in_effect, observations
+from fp8plan.runtime.measure.probe.results import Interval, Probed, in_effect
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings
 from fp8plan.runtime.replay import RULES, replayed
 from fp8plan.views.findings import probe_report
+from tools.observations import append, observations
 from tools.risk_report import read_observations
 
 torch = pytest.importorskip("torch")
@@ -65,11 +66,11 @@ def test_a_trainer_on_the_grid_of_the_engine_has_less_mismatch(measured: Probe) 
 @pytest.mark.vllm
 def test_rows_for_the_fit_have_their_trainer(measured: Probe, tmp_path: Path) -> None:
     table = tmp_path / "observations.csv"
-    append_observations(table, observations(measured))
+    append(table, observations(measured.to_dict()))
     read = [(row.setting.trainer, row.setting.router_replay) for row in read_observations(table)]
     assert read == [(name, replay) for name in TRAINERS for replay in (False, True)]
     kept = replace(measured, findings=[replace(measured.findings[0], remedies=Remedies(keep_bf16=(1, 1)))])
-    assert observations(kept) == []  # the table has no column for them
+    assert observations(kept.to_dict()) == []  # the table has no column for them
 
 
 @pytest.mark.vllm
