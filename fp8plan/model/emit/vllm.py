@@ -15,7 +15,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -30,7 +30,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.precision import Precision, Stored
-from fp8plan.model.risk.expected import Level, RiskBudget
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import BLOCK, NO_REMEDIES, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
@@ -326,7 +326,7 @@ def check_risk(job: Job) -> None:
     at_one, budget, risk = job.picked.unit_kv_scales, job.budget, job.picked.risk
     if at_one is None or risk is None or job.kv_scales == "calibrated":
         return
-    if not budget.accepts(cast("Level", risk)) or budget.accepts(at_one["risk"]):
+    if not budget.accepts(risk) or budget.accepts(at_one["risk"]):
         return
     raise ConfigError(
         f"vLLM leaves the K and V scales of {job.setup.precision.name} at 1.0: there the risk is "

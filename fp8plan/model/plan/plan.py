@@ -20,7 +20,7 @@ from fp8plan.model.emit.vllm import Job, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
-from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
+from fp8plan.model.risk.expected import LEVELS, RiskBudget, check_thresholds
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
@@ -207,7 +207,7 @@ class Plan:
 
     def accepts(self, risk: str | None) -> bool:
         """True if the budget accepts this level of risk."""
-        return self.budget.accepts(cast("Level", risk))
+        return self.budget.accepts(risk)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: only dicts, lists, strings, numbers, booleans and None."""

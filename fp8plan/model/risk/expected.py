@@ -65,7 +65,8 @@ class RiskBudget:
                 raise ConfigError(f"RiskBudget.{limit} is {value!r}; allowed: a finite number of at least 0")
             object.__setattr__(self, limit, float(value))  # JSON knows no numpy number
 
-    def accepts(self, level: Level) -> bool:
+    def accepts(self, level: str | None) -> bool:
+        """True if a level may be chosen. Raises ValueError for any other than LEVELS."""
         return LEVELS.index(level) <= LEVELS.index(self.accept)
 
     def level(self, kl_high: float, clip_high: float, ess_low: float) -> Level:
