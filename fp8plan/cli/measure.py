@@ -65,20 +65,16 @@ def probe_command(
     enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
     attention_backend: Annotated[str | None, option(ENGINE, "FLASHINFER, TRITON_ATTN ...", "vLLM's own choice")] = None,
     as_json: Annotated[bool, option(OUTPUT, flag="--json")] = False,
-    observations: Annotated[Path | None, option(OUTPUT, "append rows to this CSV of observations")] = None,
 ) -> None:
     """Measure the mismatch of each precision.
 
     vLLM samples, the trainer's model scores the same tokens. With several trainer precisions, numbers of kept layers,
     or router replay, each combination is measured.
     """
-    from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.setup import default_limits
     from fp8plan.model.weight_changes import TopK
     from fp8plan.runtime.measure.probe.probe import probe
-    from fp8plan.runtime.measure.probe.results import append_observations
-    from fp8plan.runtime.measure.probe.results import observations as rows_of
     from fp8plan.runtime.measure.probe.sampling import SampleSettings, read_prompts
     from fp8plan.views.findings import probe_report
 
@@ -101,11 +97,6 @@ def probe_command(
         max_num_seqs=max_num_seqs,
         num_gpu_blocks=num_gpu_blocks,
     )
-    if observations is not None and after is not None:
-        raise ConfigError("--observations is given with --after; allowed: one of them")
-    if observations is not None:  # so that a file that cannot be written shows before the measurement
-        ModelShape.from_hf(model)
-        append_observations(observations, [])
     kernel = {} if attention_backend is None else {"attention_backend": attention_backend}
     with starting_engines():
         measured = probe(
@@ -120,8 +111,6 @@ def probe_command(
             progress=lambda text: print(text, file=sys.stderr),
             **kernel,
         )
-    if observations is not None:
-        append_observations(observations, rows_of(measured))
     if as_json:
         print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
     else:

@@ -20,6 +20,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.risk.expected import THRESHOLD
+from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
@@ -156,6 +157,7 @@ def plan_for(
     longest_prompt: int | None = None,
     host_loop_s: float | None = None,
     timed: str = "here",
+    remedies: Remedies = NO_REMEDIES,
     **more: Any,
 ) -> Plan:
     """Plan the precision of rollouts whose engine limits are known.
@@ -167,6 +169,7 @@ def plan_for(
     prompt_lengths: tokens; None: UNKNOWN_PROMPT, or longest_prompt if that is less
     longest_prompt: tokens; None: max_model_len without the longest response
     host_loop_s: loop of the engines' host, as `fp8plan.plan` takes it; timed: where, in words for the plan's note
+    remedies:  those that run. Plans for a CPU have no router replay
     more:      as `fp8plan.plan` takes it
 
     Raises ConfigError for a model that is unknown or not modelled, and CapacityError for one that does not fit.
@@ -178,7 +181,10 @@ def plan_for(
     workload = Workload(ceil(responses / samples), samples, prompts, lengths)
     installed = check_vllm_version().partition("+")[0]
     more |= {"limits": limits, "engine_version": installed, "host_loop_s": host_loop_s}
-    made = make_plan(model, find_gpu(gpu), workload, **more)
+    card = find_gpu(gpu)
+    if card.is_cpu:
+        remedies = replace(remedies, router_replay=False)
+    made = make_plan(model, card, workload, remedies=remedies, **more)
     return made if host_loop_s is None else replace(made, warnings=(*made.warnings, said(host_loop_s, timed)))
 
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
@@ -21,7 +20,7 @@ from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.remedies import checked_kept
+from fp8plan.model.risk.remedies import NO_REMEDIES, POW2, Remedies
 from fp8plan.version import planned_version
 
 # The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
@@ -65,8 +64,7 @@ class EngineSetup:
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
     inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     engine_version: version of vLLM; None: the installed one, else that of the newest profile
-    keep_bf16: linears that stay in BF16 beside FP8 weights, as in Remedies; without effect on BF16 weights
-    e8m0:      FP8 blocks have scales that are powers of two, as in a trainer with fp8_block_pow2
+    remedies:  those of engine and trainer. Layers kept in BF16 are without effect on BF16 weights
     """
 
     model: str | ModelShape
@@ -75,8 +73,7 @@ class EngineSetup:
     limits: EngineLimits
     inside: str
     engine_version: str
-    keep_bf16: Kept
-    e8m0: bool
+    remedies: Remedies
 
     def __init__(
         self,
@@ -86,8 +83,7 @@ class EngineSetup:
         limits: EngineLimits | None = None,
         inside: str = OWN,
         engine_version: str | None = None,
-        keep_bf16: Kept = (0, 0),
-        e8m0: bool = False,
+        remedies: Remedies = NO_REMEDIES,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         fields = {
@@ -97,8 +93,7 @@ class EngineSetup:
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
             "engine_version": planned_version(engine_version, card.is_cpu),
-            "keep_bf16": checked_kept(keep_bf16),
-            "e8m0": e8m0,
+            "remedies": remedies,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -111,7 +106,12 @@ class EngineSetup:
         checkpoint or of as many layers as there are.
         """
         shape = self.model if isinstance(self.model, ModelShape) else ModelShape.from_hf(self.model)
-        return shape if self.precision.weights == "bf16" else shape.keeping_bf16(self.keep_bf16)
+        return shape if self.precision.weights == "bf16" else shape.keeping_bf16(self.remedies.keep_bf16)
+
+    @property
+    def e8m0(self) -> bool:
+        """True if scales of FP8 blocks are powers of two: the GPU multiplies no others, or the trainer has such."""
+        return self.gpu.e8m0_scales or self.remedies.trainer_precision == POW2
 
     @property
     def path(self) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -80,12 +81,13 @@ RULES: Final[Mapping[str, Rule]] = {
 
 
 @contextmanager
-def replayed(model: Module, routes: Tensor) -> Iterator[Replay]:
-    """Let the forwards in this `with` use these experts.
+def replayed(model: Module, routes: Tensor | None) -> Iterator[Replay]:
+    """Let the forwards in this `with` use these experts, and record the model's own choice.
 
     model:  a transformers model with one of the routers in RULES, bare or wrapped (PEFT, DDP, FSDP)
     routes: (batch, length, layers, experts per token), whole numbers; UNKNOWN where the model's own choice stays. The
-            layers are all hidden layers of the model, as vLLM returns them; those without experts are not read
+            layers are all hidden layers of the model, as vLLM returns them; those without experts are not read.
+            None: the model's own choice everywhere
 
     Forwards take the tokens in order, so a batch may be cut into micro-batches of whole rows. The backward pass may
     come after the `with`: what gradient checkpointing recomputes uses the same experts. Raises ConfigError for a model
@@ -98,17 +100,8 @@ def replayed(model: Module, routes: Tensor) -> Iterator[Replay]:
     replay.refuse_rest()
 
 
-@contextmanager
-def recorded(model: Module) -> Iterator[Replay]:
-    """Record the experts that the model picks in this `with`, and change nothing. Raises ConfigError as `replayed`."""
-    routers = _routers_of(model)
-    replay = Replay(routers, None)
-    with routers.following(replay):
-        yield replay
-
-
 def has_routers(model: Module) -> bool:
-    """Return True if `replayed` and `recorded` take this model."""
+    """Return True if `replayed` takes this model."""
     try:
         _routers_of(model)
     except ConfigError:
@@ -117,10 +110,7 @@ def has_routers(model: Module) -> bool:
 
 
 class Replay:
-    """The routing of the forwards in one `with` of `replayed` or `recorded`.
-
-    routes: as given to `replayed`; None: nothing is replayed
-    """
+    """The routing of the forwards in one `with` of `replayed`. routes: as given there"""
 
     def __init__(self, routers: Routers, routes: Tensor | None) -> None:
         if routes is not None:
@@ -154,9 +144,8 @@ class Replay:
 
     def begin(self) -> Forward:
         """Return a new forward. Its routes begin after those of the last one."""
-        if self.routes is None:
-            return Forward(None, 0)
-        return Forward(self.routes.flatten(0, 1), self._tokens)
+        routes = None if self.routes is None else self.routes.flatten(0, 1)
+        return Forward(routes, self._tokens)
 
     def end(self, forward: Forward) -> None:
         """Keep a forward that has come to its end. Raises ConfigError if a router was not called in it."""
@@ -190,7 +179,6 @@ class Forward:
 
     def __init__(self, routes: Tensor | None, start: int) -> None:
         self._routes, self._start = routes, start
-        self._used: Tensor | None = None
         self.own: dict[int, Tensor] = {}
 
     @property
@@ -201,15 +189,13 @@ class Forward:
         """Return the experts to use in a layer; None: the model's own. own: (tokens, experts per token)"""
         if self._routes is None:
             return None
-        if self._used is None:
-            end = self._start + len(own)
-            if end > len(self._routes):
-                raise ConfigError(
-                    f"the routes have {len(self._routes)} tokens, and the forwards have {end} or more; pass the routes "
-                    "of these forwards"
-                )
-            self._used = self._routes[self._start : end].to(own.device)
-        used = self._used[:, layer].to(own)  # layers may lie on several GPUs
+        end = self._start + len(own)
+        if end > len(self._routes):
+            raise ConfigError(
+                f"the routes have {len(self._routes)} tokens, and the forwards have {end} or more; pass the routes of "
+                "these forwards"
+            )
+        used = self._routes[self._start : end, layer].to(own)  # layers may lie on several GPUs
         return used.where(used != UNKNOWN, own)
 
 
@@ -291,17 +277,14 @@ class Routers:
 
     def _attach(self) -> None:
         if not self._hooks:
-            self._hooks = [self._attached(layer, router) for layer, router in self.routers]
-
-    def _attached(self, layer: int, router: Module) -> Any:
-        return router.register_forward_hook(lambda module, _, output: self._routed(layer, module, output))
+            self._hooks = [router.register_forward_hook(partial(self._routed, layer)) for layer, router in self.routers]
 
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _routed(self, layer: int, router: Module, output: Any) -> Any:
+    def _routed(self, layer: int, router: Module, _: Any, output: Any) -> Any:
         """Return a router's output with the experts to use: logits, weights, experts."""
         import torch
 

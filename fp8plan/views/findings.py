@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8plan.model.plan.choice import power
-from fp8plan.model.risk.remedies import BF16
-from fp8plan.model.risk.theory import NO_REMEDIES
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES
 from fp8plan.runtime.apply.doctor.observed import State
 from fp8plan.runtime.measure.probe.results import Interval
 from fp8plan.views.text import Column, Fitted, Paragraph, counted

@@ -58,7 +58,7 @@ def plan_text(plan: Plan, every: bool = True) -> PlanText:
         more=more,
         speed_legend=_speed_legend(rows, several, plan.baseline_label),
         step=_step_columns(rows, picked, several) if picked.rl_step_s is not None else [],
-        mismatch=_mismatch_columns(precisions, picked, _remedies(able)),
+        mismatch=_mismatch_columns(precisions, picked, able),
         absent=_absent(plan.choices, several),
         settings=_settings(plan),
         picked=(rows.index(picked), names.index(picked.precision)),
@@ -162,27 +162,21 @@ def _on_same_layout(rows: Sequence[Choice], several: bool) -> list[Column]:
     return [Column("same\nlay-\nout", cells, rank=5)]
 
 
-def _remedies(choices: Sequence[Choice]) -> dict[str, str]:
-    """Precision -> the options of the remedies with which it would be allowed."""
-    return {c.precision: c.remedy.remedies.options for c in choices if c.remedy is not None}
-
-
-def _mismatch_columns(rows: Sequence[Choice], picked: Choice, remedies: Mapping[str, str]) -> list[Column]:
-    """remedies: as `_remedies` returns"""
+def _mismatch_columns(rows: Sequence[Choice], picked: Choice, able: Sequence[Choice]) -> list[Column]:
+    """able: all choices that can run, of which some have remedies"""
+    remedies = {c.precision: c.remedy.remedies.options for c in able if c.remedy is not None}
     chosen = next(c for c in rows if c.precision == picked.precision)
     bands = [f"({power(c.kl_k3_low)} to {power(c.kl_k3_high)})" for c in rows]
-    return [
+    columns = [
         _marked(rows, chosen),
         Column("KL k3 (90%)", [f"{power(c.kl_k3)} {band}" for c, band in zip(rows, bands, strict=True)]),
         Column("clipped", [_percent(c.clip_fraction) for c in rows], rank=1),
         Column("raw\nESS", [f"{c.ess_raw:.2f}" for c in rows], rank=2),
         Column("risk", [c.risk or "" for c in rows], left=True),
-        *(
-            [Column("allowed with", [remedies.get(c.precision, "") for c in rows], rank=3, left=True)]
-            if remedies
-            else []
-        ),
     ]
+    if remedies:
+        columns.append(Column("allowed with", [remedies.get(c.precision, "") for c in rows], rank=3, left=True))
+    return columns
 
 
 def _speed_legend(rows: Sequence[Choice], several: bool, baseline: str) -> str:

@@ -222,7 +222,6 @@ ROWS: dict[str, dict[str, Row]] = {
             "--attention-backend TRITON_ATTN", probe__vllm_kwargs__attention_backend="TRITON_ATTN"
         ),
         "--json": row("--json", is_json=True),
-        "--observations": row("--observations seen.csv", append_observations__path=Path("seen.csv")),
     },
     "calibrate": {
         "--gpu": row("--gpu h100", measure__card__name="h100_sxm", calibrate__card__name="h100_sxm"),
@@ -273,8 +272,6 @@ CALLED: tuple[tuple[str, str, str, Any], ...] = (
         MagicMock(to_dict=dict, findings=[MagicMock(error="")]),
     ),
     ("fp8plan.runtime.measure.probe.sampling", "", "checkpoint_manifest", {}),
-    ("fp8plan.runtime.measure.probe.results", "", "append_observations", None),
-    ("fp8plan.runtime.measure.probe.results", "", "observations", []),
     ("fp8plan.views.findings", "", "probe_report", "report"),
     ("fp8plan.runtime.measure.calibrate", "", "measure", None),
     ("fp8plan.runtime.measure.rollouts.jobs", "", "engine_version", "0.33.0"),

@@ -127,7 +127,7 @@ def test_a_plan_made_at_the_start_counts_on_the_replay(gpu: str, counts: bool, m
     from fp8plan.integrations.trl import trainer as module
 
     made: dict[str, Any] = {}
-    monkeypatch.setattr(module, "plan_for", lambda *_, **settings: made.update(settings))
+    monkeypatch.setattr("fp8plan.integrations.common.make_plan", lambda *_, **settings: made.update(settings))
     args = SimpleNamespace(num_generations=8, max_completion_length=COMPLETION)
     trainer = SimpleNamespace(_router_replay=True, args=args, _prompt_lengths=lambda: None)
     module.GRPOTrainer._plan_for(trainer, "model", gpu, EngineLimits(), 8, "trl", None)

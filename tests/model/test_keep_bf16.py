@@ -34,7 +34,7 @@ def engine(model: str, first: int, last: int, precision: str = "fp8_block") -> E
 
 
 def keeping(model: str, kept: Kept, precision: str = "fp8_block") -> EngineSetup:
-    return EngineSetup(model, "h200", precision, keep_bf16=kept, engine_version="0.33.0")
+    return EngineSetup(model, "h200", precision, engine_version="0.33.0", remedies=Remedies(keep_bf16=kept))
 
 
 def weights(setup: EngineSetup) -> int:
@@ -122,7 +122,7 @@ def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path)
     file.write_text("".join(json.dumps(fields | more) + "\n" for more in ({}, {"keep_bf16": [2, 1]})))
     whole, kept = read_records(file)
     assert whole.setup.shape.left_in_bf16() == ()
-    assert kept.setup.keep_bf16 == (2, 1)
+    assert kept.setup.remedies.keep_bf16 == (2, 1)
     assert sum(x.layers for x in kept.setup.shape.left_in_bf16() if x.name == "qkv_proj") == 3
     assert whole.group == kept.group  # speed-ups of both are over the group's bf16 record, which keeps no layers
     facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, keep_bf16=(2, 1))

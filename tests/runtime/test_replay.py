@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.replay import RULES, Replay, recorded, replayed
+from fp8plan.runtime.replay import RULES, Replay, replayed
 from fp8plan.runtime.routes import UNKNOWN, packed_routes, padded_routes, share_differing
 
 COMMON = {
@@ -54,7 +54,7 @@ def ids_of(batch: int = BATCH, length: int = LENGTH) -> Tensor:
 
 
 def own_routes(model: Any, ids: Tensor) -> Tensor:
-    with recorded(model) as record:
+    with replayed(model, None) as record:
         model(ids)
     return record.own_choice.reshape(*ids.shape, LAYERS, TOP_K)
 
@@ -359,10 +359,10 @@ def test_bad_input_says_what_is_allowed() -> None:
     with (
         pytest.raises(ConfigError, match="end that `with` first"),
         replayed(model, routes),
-        recorded(model),
+        replayed(model, None),
     ):
         pass
-    with pytest.raises(ConfigError, match="no forward has run"), recorded(model) as record:
+    with pytest.raises(ConfigError, match="no forward has run"), replayed(model, None) as record:
         record.own_choice  # noqa: B018
     with pytest.raises(ConfigError, match="nothing was replayed"):
         record.differing()

@@ -91,7 +91,7 @@ class EngineAsLlm:
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine, self._routed = engine, bool(engine.facts["routed_experts"])
+        self._engine = engine
         self.routes: list[Any] = []
         self.sleep, self.wake_up = engine.sleep, engine.wake_up
 
@@ -100,8 +100,8 @@ class EngineAsLlm:
 
         The engine runs in this process, so its GPU waits while Python makes text and objects for each token.
         """
-        outputs = self._engine.generate(prompts, enough(sampling_params), routed_experts=self._routed, **more)
-        if self._routed:
+        outputs = self._engine.generate(prompts, enough(sampling_params), **more)
+        if self._engine.facts["routed_experts"]:
             self.routes = [response.routed_experts for output in outputs for response in output.outputs]
         return outputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.replay import recorded, replayed
+from fp8plan.runtime.replay import replayed
 from fp8plan.runtime.routes import padded_routes
 
 Routes = Sequence[Any]  # of each sequence, as an engine returns them
@@ -35,7 +35,7 @@ def refuse_replay(args: Any, turns: bool, model: Any) -> None:
             "router_replay is True, and the turns of tools, environments and rollout_func have routes of their own; "
             f"allowed: none of these three, {OFF}"
         )
-    with recorded(model):  # raises for a model without known routers
+    with replayed(model, None):  # raises for a model without known routers
         pass
 
 

@@ -213,10 +213,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             limits = colocated_limits(model, self.args, responses, on_cpu)
             loop_s = None if on_cpu else self._host_loop_s()
             self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
-        plan = self._planned(model, on_cpu)
+        plan = self._planned(generation, on_cpu)
         if self._replaying:
-            turns = self.tools or self.environment_factories or self.rollout_func
-            refuse_replay(self.args, bool(turns), generation.model)
             of_trl = of_trl | {OPTION: True}
         self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
         return self.rollout_engine
@@ -230,9 +228,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.plan is None:
             limits, loop_s = limits_of(served.config, on_cpu), loop_of(served)
             self._plan_for(model, gpu, limits, self.args.generation_batch_size, "server", loop_s)
-        plan = self._planned(model, on_cpu)
-        if self._replaying:
-            refuse_replay(self.args, False, generation.model)
+        plan = self._planned(generation, on_cpu)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
         check_server(served, launched)
@@ -248,7 +244,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _plan_for(
         self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
     ) -> None:
-        replay = bool(self._router_replay) and not find_gpu(gpu).is_cpu  # plans for a CPU have no replay
         self.plan = plan_for(
             model,
             gpu,
@@ -260,15 +255,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             inside=inside,
             host_loop_s=host_loop_s,
             timed="by the server" if inside == "server" else "here",
-            remedies=Remedies(router_replay=replay),
+            remedies=Remedies(router_replay=bool(self._router_replay)),
         )
 
-    def _planned(self, model: str, on_cpu: bool) -> Plan:
-        """The checked plan, without thresholds that TRL's settings replace. model: the trained model"""
+    def _planned(self, generation: PlannedGeneration | PlannedServer, on_cpu: bool) -> Plan:
+        """The checked plan, without thresholds that TRL's settings replace."""
         assert self.plan is not None
         check_plan(self.plan, self._choice, self.args, on_cpu)
-        self.plan.setup(self._choice).check_model(model)
+        self.plan.setup(self._choice).check_model(generation.model.name_or_path)
         self._replaying = self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
+        if self._replaying:
+            turns = self.tools or self.environment_factories or self.rollout_func
+            refuse_replay(self.args, bool(turns), generation.model)
         self._correction = correction_of(self.args, self.plan.thresholds)
         if changed(self.args):
             self.plan = replace(self.plan, thresholds={})

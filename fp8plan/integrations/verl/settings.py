@@ -250,9 +250,6 @@ def made_plan(config: Any, settings: Settings) -> Plan:
     """Plan the precision of the rollouts in verl's configuration."""
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
-    remedies = remedies_in(config)
-    if find_gpu(settings.gpu).is_cpu:  # plans for a CPU have no router replay
-        remedies = replace(remedies, router_replay=False)
     return plan_for(
         model,
         settings.gpu,
@@ -263,7 +260,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         longest_prompt=int(data.max_prompt_length),
         host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
-        remedies=remedies,
+        remedies=remedies_in(config),
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
     )
 

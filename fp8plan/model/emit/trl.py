@@ -54,7 +54,7 @@ _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for anything that TRL cannot do."""
     refuse_for(job, "TRL")
-    TRL.words(job.remedies)  # refuses those that it does not have
+    TRL.words(job.setup.remedies)  # refuses those that it does not have
     limits = job.setup.limits
     samples = job.tokens("samples")
     if samples < 2:
@@ -147,7 +147,7 @@ def _resolve(job: Job, mode: str) -> str:
     replicas = job.setup.limits.data_parallel_size
     # vLLM refuses --data-parallel-size above 1 for a dense model (trl/scripts/vllm_serve.py says so too).
     server_problems = [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
-    if job.remedies.router_replay:
+    if job.setup.remedies.router_replay:
         server_problems.append("its route returns no experts")
     problems = {"colocate": _colocate_problems(job), "server": server_problems}
     for candidate in MODES[1:] if mode == "auto" else (mode,):

@@ -87,7 +87,7 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
 
 def _remedies(job: Job) -> list[str]:
     """Overrides for router replay and the trainer's precision, which are of verl's Megatron engine."""
-    words = VERL.words(job.remedies)
+    words = VERL.words(job.setup.remedies)
     return ["model_engine=megatron", *words] if words else []
 
 

@@ -28,9 +28,10 @@ from fp8plan.model.configs.fields import NESTED
 from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
+from fp8plan.model.plan.choice import Choice
 from fp8plan.model.precision import Precision, Stored
-from fp8plan.model.risk.expected import Level, RiskBudget
-from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
+from fp8plan.model.risk.expected import RiskBudget
+from fp8plan.model.risk.remedies import BLOCK, NO_REMEDIES, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
@@ -60,13 +61,13 @@ def ignored(setup: EngineSetup) -> list[str]:
 
 def kept_patterns(setup: EngineSetup) -> list[str]:
     """The patterns of the linears that the user keeps. Raises ConfigError as `ignored` does."""
-    patterns = []
-    if any(ends_of(setup.keep_bf16)):
+    patterns, kept = [], setup.remedies.keep_bf16
+    if any(ends_of(kept)):
         shape = _known_shape(setup)
         layers = _layers_in_config(setup) if shape is None else shape.num_layers
-        numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers)))
+        numbers = "|".join(map(str, kept_numbers(kept, layers)))
         patterns.append(rf"re:.*\.layers\.({numbers})\..*")
-    if OUTPUTS in setup.keep_bf16:
+    if OUTPUTS in kept:
         patterns.append(rf"re:.*\.{MODULES[OUTPUTS]}$")
     return patterns
 
@@ -78,7 +79,8 @@ def _layers_in_config(setup: EngineSetup) -> int:
         if isinstance(fields, Mapping) and isinstance(layers := fields.get("num_hidden_layers"), int):
             return layers
     raise ConfigError(
-        f"keep_bf16 is {setup.keep_bf16}, and config.json of {setup.path} has no num_hidden_layers; leave it out"
+        f"keep_bf16 is {setup.remedies.keep_bf16}, and config.json of {setup.path} has no num_hidden_layers; leave it "
+        "out"
     )
 
 
@@ -105,45 +107,31 @@ FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """The expected mismatch, and the budget that accepts it.
-
-    kl_k3, kl_k3_high, risk: None without a prediction
-    at_one:    the same, with K and V scales left at 1.0; None without an FP8 KV cache
-    kv_scales: one of KV_SCALES, which kl_k3 and risk assume
-    """
-
-    kl_k3: float | None
-    kl_k3_high: float | None
-    risk: Level | None
-    at_one: Mapping[str, Any] | None
-    kv_scales: str
-    budget: RiskBudget
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """The input of a trainer's settings.
 
     setup:      the engine, with max_model_len filled in; data_parallel_size: the number of them that the trainer starts
+    picked:     the plan's choice, with the expected mismatch
+    counted:    the plan counts on K and V scales that are calibrated
+    budget:     the plan's
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and other facts on the rollout
     thresholds: the correction's, as in Plan
     kv_scales:  one of KV_SCALES: the K and V scales of the engine that the settings start
     choice:     the plan's name for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
     refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out
-    remedies:   those that the trainer and the engine share
     """
 
     setup: EngineSetup
     workload: Mapping[str, Any]
     thresholds: Mapping[str, Any]
-    expected: Expected
+    picked: Choice
+    counted: bool
+    budget: RiskBudget
     kv_scales: str
     choice: int | str
     plan_file: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
-    remedies: Remedies = field(default_factory=Remedies)
 
     @property
     def plan(self) -> str:
@@ -239,7 +227,7 @@ def _known_shape(setup: EngineSetup) -> ModelShape | None:
     try:
         return setup.shape
     except ConfigError:
-        if any(setup.keep_bf16) and _known_shape(replace(setup, keep_bf16=(0, 0))) is not None:
+        if setup.remedies != NO_REMEDIES and _known_shape(replace(setup, remedies=NO_REMEDIES)) is not None:
             raise
         return None
 
@@ -273,7 +261,7 @@ def _must_be_e8m0(setup: EngineSetup) -> bool:
 
 def grid_notes(job: Job) -> list[str]:
     """A note on an FP8 trainer whose numbers are not the engine's; [] without one."""
-    setup, trainer = job.setup, job.remedies.trainer_precision
+    setup, trainer = job.setup, job.setup.remedies.trainer_precision
     grid: str = setup.precision.weights
     if setup.precision.in_blocks:
         grid = POW2 if setup.e8m0 or _must_be_e8m0(setup) else BLOCK
@@ -327,7 +315,7 @@ def emit_vllm(job: Job) -> str:
     notes += [
         *_risk_notes(job),
         *grid_notes(job),
-        *(f"in the trainer: {words}" for words in in_all_words(job.remedies)),
+        *(f"in the trainer: {words}" for words in in_all_words(setup.remedies)),
     ]
     settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
     return json.dumps(settings, indent=2)
@@ -335,7 +323,7 @@ def emit_vllm(job: Job) -> str:
 
 def check_risk(job: Job) -> None:
     """Raise ConfigError if the plan accepts the risk of calibrated K and V scales, but not that of scales of 1.0."""
-    at_one, budget, risk = job.expected.at_one, job.expected.budget, job.expected.risk
+    at_one, budget, risk = job.picked.unit_kv_scales, job.budget, job.picked.risk
     if at_one is None or risk is None or job.kv_scales == "calibrated":
         return
     if not budget.accepts(risk) or budget.accepts(at_one["risk"]):
@@ -350,21 +338,20 @@ def check_risk(job: Job) -> None:
 
 def _risk_notes(job: Job) -> list[str]:
     """Notes on the expected mismatch of vLLM's own engine, and on the K and V scales that it assumes."""
-    known = job.expected
-    planned = (known.kl_k3, known.kl_k3_high, known.risk)
+    planned = (job.picked.kl_k3, job.picked.kl_k3_high, job.picked.risk)
     if job.setup.precision.kv != "fp8":
         return _risk_note("expected mismatch", *planned)
     stored = _stored_as(job.setup)
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *_risk_note("expected mismatch", *planned)]
-    stay, counted = "vLLM leaves K and V scales at 1.0", known.kv_scales == "calibrated"
+    stay, counted = "vLLM leaves K and V scales at 1.0", job.counted
     if job.kv_scales == "calibrated":
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
         expected = _risk_note("expected mismatch" if counted else "expected mismatch at 1.0", *planned)
         return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]
     fixed = job.setup.why_fixed_kv_scales
     advice = f"{stay}: {fixed}" if fixed else f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
-    if (at_one := known.at_one) is None:
+    if (at_one := job.picked.unit_kv_scales) is None:
         return [advice]
     expected = _risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])
     return [advice, *expected, *(_risk_note("the plan's own, for calibrated scales", *planned) if counted else [])]
@@ -372,14 +359,12 @@ def _risk_notes(job: Job) -> list[str]:
 
 def measured_notes(job: Job) -> list[str]:
     """Notes on the expected mismatch in verl and TRL, where fp8plan measures the K and V scales if it can."""
-    known = job.expected
-    fp8, counted = job.setup.precision.kv == "fp8", known.kv_scales == "calibrated"
-    subject = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
-    if not fp8:
-        return _risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)
+    planned = (job.picked.kl_k3, job.picked.kl_k3_high, job.picked.risk)
+    if job.setup.precision.kv != "fp8":
+        return _risk_note("expected mismatch", *planned)
     fixed = job.setup.why_fixed_kv_scales
     scales = [MEASURED] if fixed is None else [fixed, FIXED]
-    return [*scales, *_risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)]
+    return [*scales, *_risk_note("expected mismatch" if job.counted else "expected mismatch at 1.0", *planned)]
 
 
 def _risk_note(subject: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:

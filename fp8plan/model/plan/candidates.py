@@ -24,8 +24,8 @@ from fp8plan.model.memory.plan import MemoryPlan, check_pool
 from fp8plan.model.plan.request import PlanRequest, Progress
 from fp8plan.model.precision import PRESETS, Precision, find_precision, presets_of
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
-from fp8plan.model.risk.remedies import POW2, Remedies
+from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, mismatch_risk
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SyncCost, WeightSync, sync_costs
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.schedule.scheduler import Schedule
@@ -36,6 +36,24 @@ from fp8plan.model.workload import Batch
 
 # The fewest responses, over all candidates, for which more processes pay off: half a second of work.
 WORTH_PROCESSES = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The remedies with which a choice is within the risk budget, those of the plan among them.
+
+    kl_k3, kl_k3_low, kl_k3_high, risk: with them
+    added_s: seconds that they add to the RL step if the trainer's times are known, else to the rollout
+    trainer: a trainer precision that would be enough alone; None: none would, or the remedies have one
+    """
+
+    remedies: Remedies
+    kl_k3: float
+    kl_k3_low: float
+    kl_k3_high: float
+    risk: str
+    added_s: float
+    trainer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class Candidate:
     syncs: tuple[SyncCost, ...] = ()  # from the fastest on; empty where no sync is asked for
     layout_doubt: float = 0.0  # Profile.layout_error of its layout
     routes: RouteBytes | None = None  # of the experts that its engines return; None: they return none
+    way: Way | None = None  # of one that the risk budget rules out
 
     @property
     def timed(self) -> Rollout:
@@ -96,12 +115,11 @@ def candidates(request: PlanRequest) -> list[Candidate]:
     ConfigError with the first.
     """
     shape, card, limits, gpus = request.shape, request.card, request.engine, request.gpus
-    kept, pow2 = request.remedies.keep_bf16, request.remedies.trainer_precision == POW2
-    shape.keeping_bf16(kept)  # refuses numbers that no FP8 weights would have
+    shape.keeping_bf16(request.remedies.keep_bf16)  # refuses numbers that no FP8 weights would have
 
     def placed(layouts: Iterable[EngineLimits]) -> list[Candidate]:
         return [
-            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm, kept, pow2), request)
+            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm, request.remedies), request)
             for layout in layouts
             for preset in _precisions(request.precisions, shape)
         ]
@@ -213,13 +231,23 @@ def _idle(limits: EngineLimits, requests: int) -> str | None:
 
 
 def evaluated(candidates: Sequence[Candidate], request: PlanRequest, profile: Profile) -> list[Candidate]:
-    """The candidates. Those that can run have their rollout, RL step and risk filled in."""
-    timed_ones = timed(candidates, request, profile, request.progress)
-    risks = risks_of([c.setup for c in timed_ones if c.rollout], request)
-    done = []
-    for candidate in timed_ones:
-        risk, unit_risk = risks[risk_key(candidate.setup)] if candidate.rollout else (None, None)
-        done.append(replace(candidate, risk=risk, unit_risk=unit_risk))
+    """The candidates. Those that can run have their rollout, RL step and risk filled in.
+
+    Those that would run in more memory have a risk, too. Layouts on which the same linears stay in BF16 share one.
+    """
+    known: dict[tuple[Precision, tuple[Linear, ...]], tuple[MismatchRisk, MismatchRisk | None]] = {}
+    done = timed(candidates, request, profile, request.progress)
+    for i, candidate in enumerate(done):
+        setup, kept = candidate.setup, tuple[Linear, ...]()
+        if candidate.memory is None and not candidate.unfit:
+            continue
+        if setup.precision.weights != "bf16":
+            kept = setup.shape.left_in_bf16(setup.limits.tensor_parallel_size)
+        key = setup.precision, kept
+        if key not in known:
+            known[key] = risks(setup, request)
+        risk, unit_risk = known[key]
+        done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
 
 
@@ -301,38 +329,19 @@ def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> C
     return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=model.layout_error, routes=routes)
 
 
-RiskKey = tuple[Precision, tuple[Linear, ...]]
-
-
-def risks_of(
-    setups: Iterable[EngineSetup], request: PlanRequest
-) -> dict[RiskKey, tuple[MismatchRisk, MismatchRisk | None]]:
-    """The values of a Candidate's `risk` and `unit_risk`, by the `risk_key` of its engine."""
-    distinct = {risk_key(setup): setup for setup in setups}
-    return {key: risks_with(request.remedies, setup, request) for key, setup in distinct.items()}
-
-
-def risk_key(setup: EngineSetup) -> RiskKey:
-    """The inputs of the risk: the precision, and the linears that stay in BF16 on this layout."""
-    kept = setup.shape.left_in_bf16(setup.limits.tensor_parallel_size) if setup.precision.weights != "bf16" else ()
-    return setup.precision, kept
-
-
-def risks_with(
-    remedies: Remedies, setup: EngineSetup, request: PlanRequest
-) -> tuple[MismatchRisk, MismatchRisk | None]:
-    """The values of a Candidate's `risk` and `unit_risk` for an engine with these remedies, not the request's."""
+def risks(setup: EngineSetup, request: PlanRequest) -> tuple[MismatchRisk, MismatchRisk | None]:
+    """The values of a Candidate's `risk` and `unit_risk`."""
 
     def at(calibrated: bool) -> MismatchRisk:
         return mismatch_risk(
             setup.shape,
             setup.precision,
             request.batch.responses,
-            e8m0=setup.gpu.e8m0_scales or setup.e8m0,
+            e8m0=setup.e8m0,
             kv_scales_calibrated=calibrated,
             tensor_parallel_size=setup.limits.tensor_parallel_size,
             budget=request.risk_budget,
-            remedies=remedies,
+            remedies=setup.remedies,
         )
 
     held = setup.shape.stored is not None and setup.shape.stored.kv_fp8  # the checkpoint has the scales
@@ -340,3 +349,18 @@ def risks_with(
     if setup.precision.kv != "fp8" or held:
         return risk, None
     return risk, at(False) if request.measures_scales else risk
+
+
+def ruled_out(candidates: Sequence[Candidate], chosen: int, budget: RiskBudget) -> list[int]:
+    """The chosen candidate, and the fastest of each other precision, if the budget rules it out.
+
+    If the budget allows the chosen one, only faster ones count. Unmeasured layouts do only if it has one.
+    """
+    picked = candidates[chosen]
+    allowed, fastest = budget.accepts(picked.expected.level), {picked.setup.precision: chosen}
+    runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
+    for i in sorted(runnable, key=lambda i: candidates[i].seconds):
+        if picked.layout_doubt or not candidates[i].layout_doubt:
+            fastest.setdefault(candidates[i].setup.precision, i)
+    faster = [i for i in fastest.values() if not allowed or candidates[i].seconds < picked.seconds]
+    return [i for i in faster if not budget.accepts(candidates[i].expected.level)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.ways import Way
+from fp8plan.model.plan.candidates import Candidate, Way
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, RiskBudget
@@ -336,18 +335,14 @@ def as_choices(
     profile: Profile,
     max_num_seqs: int,
     baseline: int | None = None,
-    remedied: Mapping[int, Way | None] | None = None,
 ) -> tuple[Choice, ...]:
     """A Choice for each candidate, with its speed-up over the baseline, and over BF16 on the same layout.
 
     max_num_seqs: the plan's limit
-    remedied:     the ways of candidates by index
     """
     bf16 = {c.setup.limits.layout: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
     best = None if baseline is None else candidates[baseline]
-    choices = (_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
-    known = remedied or {}
-    return tuple(replace(choice, remedy=known.get(index)) for index, choice in enumerate(choices))
+    return tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
 
 
 _OF_ROLLOUT = (
@@ -386,6 +381,7 @@ def _choice(
         extrapolated=candidate.extrapolated,
         refused_by=refusals(setup.shape, setup.precision, size, whole_experts),
         max_num_seqs=None if seqs == max_num_seqs else seqs,
+        remedy=candidate.way,
         routed_experts=None if candidate.routes is None else candidate.routes._asdict(),
     )
     if best is not None:

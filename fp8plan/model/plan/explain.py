@@ -6,19 +6,18 @@ A speed-up is named over the best BF16 first, then over BF16 on the same layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Answer, Choice, SpeedUp, seconds, several_layouts
-from fp8plan.model.plan.remedied import returned_experts, way_of
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
+from fp8plan.model.plan.ways import sentence
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
-from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget
+from fp8plan.model.risk.expected import LEAST_GAIN, MismatchRisk
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.setup import EngineSetup
@@ -149,11 +148,11 @@ def explain(
     tried: the candidates behind the choices; empty: no sentence on other limits and on the sync
     """
     choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
-    timed, whose = answer.rollout(picked), f"The chosen {picked.precision}'s"
+    timed, subject = answer.rollout(picked), f"The chosen {picked.precision}'s mismatch risk"
     in_fp8 = next((c.setup.shape for c in tried if c.setup.precision.weights != "bf16"), shape)
     return (
         _headline(answer, shape.stored, request.remedies),
-        *([way_of(picked, answer, request.remedies, whose)] if _refused(picked, answer.budget) else ()),
+        *([sentence(picked, answer, request.remedies, subject)] if not answer.budget.accepts(picked.risk) else ()),
         *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
         *_passed_over(answer, request.remedies),
@@ -162,7 +161,7 @@ def explain(
         *whole_or_sliced(answer),
         *where_from(answer),
         *_left_in_bf16(choices, in_fp8),
-        *returned_experts(picked),
+        *_returned_experts(picked),
         *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
         *(f"Correction: {note}." for note in corrections),
@@ -181,7 +180,7 @@ def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:
     words = remedies.words(picked.preset.weights != "bf16")
     name = f"{picked.precision}{words and ' with '}{words}{_where(picked, answer.choices)}"
     doubt = f", {UNCALIBRATED}" if answer.profile.is_uncalibrated else ""
-    if _refused(picked, budget):
+    if not budget.accepts(picked.risk):
         return (
             f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
             f"risk is {picked.risk}. It takes {_seconds(picked)} for the rollout{doubt}."
@@ -278,7 +277,7 @@ def _why_not_fp8(answer: Answer) -> str:
         return "no FP8 precision is planned here"
     others = [c for c in _compared(answer) if c.precision != "bf16"]
     faster = [c for c in others if c.seconds < picked.seconds]
-    accepted = [c for c in faster if not _refused(c, budget)]
+    accepted = [c for c in faster if budget.accepts(c.risk)]
     if any(picked.seconds / c.seconds - 1 > NO_FASTER for c in accepted):
         return (
             f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains less than {LEAST_GAIN:.0%}"
@@ -289,11 +288,6 @@ def _why_not_fp8(answer: Answer) -> str:
     return f"FP8 is not worth it here: it gains nothing{answer.of_the_step}"
 
 
-def _refused(choice: Choice, budget: RiskBudget) -> bool:
-    """True if the budget rules out a choice that can run."""
-    return not budget.accepts(cast("Level", choice.risk))
-
-
 def _passed_over(answer: Answer, own: Remedies) -> list[str]:
     """The reason why each other precision was not chosen, on its fastest layout among the `_compared` ones."""
     picked, compared, sentences = answer.picked, _compared(answer), []
@@ -301,8 +295,8 @@ def _passed_over(answer: Answer, own: Remedies) -> list[str]:
         choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
         name = f"{choice.precision}{_where(choice, answer.choices)}"
-        if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
-            sentences.append(f"{name} would be {gain.over(than)}. {way_of(choice, answer, own)}")
+        if gain.ratio > 1 + NO_FASTER and not answer.budget.accepts(choice.risk):
+            sentences.append(f"{name} would be {gain.over(than)}. {sentence(choice, answer, own)}")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
         elif picked.precision == "bf16" and gain.ratio > 1 - SLOWER:
@@ -323,7 +317,7 @@ def _not_measured(answer: Answer) -> list[str]:
     if _unmeasured(picked, profile):
         return []
     stood_back = [c for c in answer.choices if c.makespan_s is not None and _unmeasured(c, profile)]
-    stood_back = [c for c in stood_back if _refused(picked, budget) or not _refused(c, budget)]
+    stood_back = [c for c in stood_back if not budget.accepts(picked.risk) or budget.accepts(c.risk)]
     if not stood_back:
         return []
     best = min(stood_back, key=lambda c: c.seconds)
@@ -359,6 +353,16 @@ def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
         f"FP8 weights{where.format(', '.join(map(str, sorted(set(sizes)))))}: {linears}."
         for linears, sizes in layouts.items()
     ]
+
+
+def _returned_experts(picked: Choice) -> list[str]:
+    """A sentence on the experts that the engines return."""
+    routes = picked.routed_experts
+    if routes is None:
+        return []
+    sent = f"the trainer gets {routes['token']:,} bytes for each token, {routes['rollout'] / 1e9:.2g} GB in all"
+    memory = f"{routes['device'] / 1e6:,.0f} MB more of each GPU, and up to {routes['host'] / 1e9:.2g} GB of its host"
+    return [f"Router replay: {sent}. A replica needs {memory}. Its time is fitted to rollouts of one slow host."]
 
 
 def _of_a_sample(timed: Rollout) -> list[str]:

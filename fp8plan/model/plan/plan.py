@@ -16,12 +16,12 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.emit import vllm
-from fp8plan.model.emit.vllm import Expected, Job, measured_scales
+from fp8plan.model.emit.vllm import Job, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
-from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
-from fp8plan.model.risk.remedies import POW2, Remedies
+from fp8plan.model.risk.expected import LEVELS, RiskBudget, check_thresholds
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
@@ -207,7 +207,7 @@ class Plan:
 
     def accepts(self, risk: str | None) -> bool:
         """True if the budget accepts this level of risk."""
-        return self.budget.accepts(cast("Level", risk))
+        return self.budget.accepts(risk)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: only dicts, lists, strings, numbers, booleans and None."""
@@ -256,8 +256,7 @@ class Plan:
             limits,
             self.inside,
             self.engine_version,
-            self.remedies.keep_bf16,
-            self.remedies.trainer_precision == POW2,
+            self.remedies,
         )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
@@ -358,13 +357,13 @@ class Plan:
         if target != "vllm":
             kv_scales = measured_scales(setup)
         picked = self.select(choice)
-        risk = cast("Level | None", picked.risk)
-        at_one, scales, budget = picked.unit_kv_scales, self.kv_scales, self.budget
-        expected = Expected(picked.kl_k3, picked.kl_k3_high, risk, at_one, scales, budget)
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
-        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused, self.remedies)
+        counted = self.kv_scales == "calibrated"
+        job = Job(
+            setup, self.workload, self.thresholds, picked, counted, self.budget, kv_scales, word, plan_file, refused
+        )
         vllm.check_risk(job)
         return job
 

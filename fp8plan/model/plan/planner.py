@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.attention_backend import TRITON_NAMED
 from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored
-from fp8plan.model.plan.candidates import Candidate, candidates, evaluated
+from fp8plan.model.plan.candidates import Candidate, candidates, evaluated, ruled_out
 from fp8plan.model.plan.choice import Answer, as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
-from fp8plan.model.plan.ways import ways
+from fp8plan.model.plan.ways import way_of
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import THRESHOLD, recommended_tis
@@ -85,8 +85,9 @@ def predict(request: PlanRequest) -> Prediction:
     seen = [record.limits for record in request.observed if _bf16_of(record, request)]
     baseline, chosen = baseline_of(tried, seen), choose(tried, budget)
     best = tried[chosen]
-    remedied = ways(tried, chosen, request, used)
-    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline, remedied)
+    for index in ruled_out(tried, chosen, budget):
+        tried[index] = replace(tried[index], way=way_of(tried[index], request, used))
+    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
     bound, corrections = recommended_tis(best.expected, request.batch.responses, budget=budget)
     answer = Answer(choices, chosen, rollouts, used, budget, baseline, observed=bool(seen))
     reasons = explain(answer, best.expected, corrections, request, tried)

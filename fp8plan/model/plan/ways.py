@@ -7,8 +7,7 @@ time of the rollout, but changes the training itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Final
 
@@ -16,7 +15,8 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts
 from fp8plan.model.architecture.kept import ends_of
 from fp8plan.model.memory.plan import check_pool
-from fp8plan.model.plan.candidates import Candidate, risks_with, timed
+from fp8plan.model.plan.candidates import Candidate, Way, risks, timed
+from fp8plan.model.plan.choice import Answer, Choice, power, seconds
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
@@ -27,100 +27,42 @@ from fp8plan.model.setup import EngineSetup
 ENDS: Final = ((1, 1), (2, 2), (4, 4))
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The remedies with which a choice is within the risk budget, those of the plan among them.
+def way_of(candidate: Candidate, request: PlanRequest, profile: Profile) -> Way | None:
+    """The way of a candidate that the budget rules out; None if nothing helps."""
+    setup, own = candidate.setup, candidate.setup.remedies
+    engines = timed(_sufficient(setup, request), request, profile)
+    if not engines:
+        return None
+    best = min(engines, key=lambda engine: engine.seconds)
+    remedies, risk, trainer = best.setup.remedies, best.expected, None
+    in_trainer = replace(own, trainer_precision=matching_trainer(setup))
+    if _further(remedies, own) == (1, False) and in_trainer in _possible(setup) and _enough(setup, in_trainer, request):
+        trainer = in_trainer.trainer_precision
+    added_s = best.seconds - candidate.seconds
+    return Way(remedies, risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high, risk.level, added_s, trainer)
 
-    kl_k3, kl_k3_low, kl_k3_high, risk: with them
-    added_s: seconds that they add to the RL step if the trainer's times are known, else to the rollout
-    trainer: a trainer precision that would be enough alone; None: none would, or the remedies have one
+
+def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Candidate]:
+    """Engines with as few further remedies as are enough, not timed: with and without router replay, and with the
+    fewest layers in BF16. [] if none are enough.
     """
 
-    remedies: Remedies
-    kl_k3: float
-    kl_k3_low: float
-    kl_k3_high: float
-    risk: str
-    added_s: float
-    trainer: str | None = None
+    def further(remedies: Remedies) -> tuple[int, bool]:
+        return _further(remedies, setup.remedies)
 
-
-def ways(tried: Sequence[Candidate], chosen: int, request: PlanRequest, profile: Profile) -> dict[int, Way | None]:
-    """The ways of the fastest candidates whose precision the budget rules out, by index; None where nothing helps.
-
-    Only candidates that are faster than the chosen one have a way, or all if the budget rules that one out, too.
-    """
-    answer: dict[int, Way | None] = dict.fromkeys(_ruled_out(tried, chosen, request))
-    fitting = list[tuple[int, Way, Candidate]]()
-    for index in answer:
-        fitting += [(index, *way_and_engine) for way_and_engine in _sufficient(tried[index].setup, request)]
-    engines = timed([engine for *_, engine in fitting], request, profile)
-    for (index, way, _), engine in zip(fitting, engines, strict=True):
-        best, added_s = answer[index], engine.seconds - tried[index].seconds
-        if best is None or added_s < best.added_s:
-            answer[index] = replace(way, added_s=added_s)
-    return answer
-
-
-def _ruled_out(tried: Sequence[Candidate], chosen: int, request: PlanRequest) -> Iterator[int]:
-    """The chosen candidate if the budget rules it out, and so the fastest of each other precision.
-
-    If the budget allows the chosen one, only faster ones.
-    """
-    picked, accepts = tried[chosen], request.risk_budget.accepts
-    runnable = [i for i, c in enumerate(tried) if c.rollout is not None]
-    compared = [i for i in runnable if picked.layout_doubt or not tried[i].layout_doubt]
-    for precision in dict.fromkeys(tried[i].setup.precision for i in compared):
-        index = chosen
-        if precision != picked.setup.precision:
-            index = min((i for i in compared if tried[i].setup.precision == precision), key=lambda i: tried[i].seconds)
-        faster = tried[index].seconds < picked.seconds or not accepts(picked.expected.level)
-        if faster and not accepts(tried[index].expected.level):
-            yield index
-
-
-def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[tuple[Way, Candidate]]:
-    """The remedies that are enough, as few as possible, and their engines: with and without router replay, and with the
-    fewest layers in BF16.
-
-    Their seconds are not known yet. [] if none are enough.
-    """
-    own, matching = request.remedies, matching_trainer(setup)
-
-    def enough(remedies: Remedies) -> tuple[Way, Candidate] | None:
-        engine = engine_with(setup, remedies)
-        if engine is None:
-            return None
-        risk, _ = risks_with(remedies, engine.setup, request)
-        way = Way(remedies, risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high, risk.level, added_s=0.0)
-        return (way, engine) if request.risk_budget.accepts(risk.level) else None
-
-    def added(remedies: Remedies) -> tuple[int, bool]:
-        """The number of further remedies, and true if the trainer's precision is one."""
-        trained = remedies.trainer_precision != own.trainer_precision
-        others = (remedies.router_replay != own.router_replay, remedies.keep_bf16 != own.keep_bf16)
-        return sum(others) + trained, trained
-
-    every = sorted(_possible(setup, own, matching), key=added)
-    in_trainer = replace(own, trainer_precision=matching)
-    for (number, trained), group in groupby(every, key=added):
-        offers: dict[bool, tuple[Way, Candidate]] = {}
+    for _, group in groupby(sorted(_possible(setup), key=further), key=further):
+        engines: dict[bool, Candidate] = {}
         for remedies in group:
-            if remedies.router_replay not in offers and (offer := enough(remedies)) is not None:
-                offers[remedies.router_replay] = offer
-        if not offers:
-            continue
-        if number == 1 and not trained and in_trainer in every and enough(in_trainer) is not None:
-            return [(replace(way, trainer=matching), engine) for way, engine in offers.values()]
-        return list(offers.values())
+            if remedies.router_replay not in engines and (engine := _enough(setup, remedies, request)):
+                engines[remedies.router_replay] = engine
+        if engines:
+            return list(engines.values())
     return []
 
 
-def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies]:
-    """All combinations of further remedies, those with fewer layers first.
-
-    matching: the trainer precision on the rollout's grid
-    """
+def _possible(setup: EngineSetup) -> list[Remedies]:
+    """All combinations of further remedies, those with fewer layers first."""
+    own = setup.remedies
     replays, every_kept, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
     if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
         replays.append(True)
@@ -129,9 +71,25 @@ def _possible(setup: EngineSetup, own: Remedies, matching: str) -> list[Remedies
         more = [(*each, *own.keep_bf16[2:]) for each in ENDS if each[0] >= first and each[1] >= last]
         every_kept += [kept for kept in more if kept != own.keep_bf16]
         if own.trainer_precision == BF16:
-            trainers.append(matching)
+            trainers.append(matching_trainer(setup))
     every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in every_kept]
     return [remedies for remedies in every if remedies != own]
+
+
+def _further(remedies: Remedies, own: Remedies) -> tuple[int, bool]:
+    """The number of remedies beyond the plan's own, and true if the trainer's precision is one."""
+    trained = remedies.trainer_precision != own.trainer_precision
+    others = (remedies.router_replay != own.router_replay, remedies.keep_bf16 != own.keep_bf16)
+    return sum(others) + trained, trained
+
+
+def _enough(setup: EngineSetup, remedies: Remedies, request: PlanRequest) -> Candidate | None:
+    """The engine with remedies, and its risk; None if it does not fit, or the budget rules it out."""
+    engine = engine_with(setup, remedies)
+    if engine is None:
+        return None
+    risk, _ = risks(engine.setup, request)
+    return replace(engine, risk=risk) if request.risk_budget.accepts(risk.level) else None
 
 
 def matching_trainer(setup: EngineSetup) -> str:
@@ -142,10 +100,29 @@ def matching_trainer(setup: EngineSetup) -> str:
 def engine_with(setup: EngineSetup, remedies: Remedies) -> Candidate | None:
     """An engine with remedies, not yet timed; None if it does not fit."""
     limits = replace(setup.limits, enable_return_routed_experts=remedies.router_replay)
-    pow2 = remedies.trainer_precision == POW2
     try:
-        started, memory = replace(setup, limits=limits, keep_bf16=remedies.keep_bf16, e8m0=pow2).placed()
+        started, memory = replace(setup, limits=limits, remedies=remedies).placed()
         check_pool(memory, started.gpu, started.limits)
     except (CapacityError, ConfigError):
         return None
     return Candidate(started, memory=memory)
+
+
+def sentence(choice: Choice, answer: Answer, own: Remedies, subject: str = "Its mismatch risk") -> str:
+    """A sentence on the remedies that a choice needs, if the budget rules it out. own: the plan's remedies"""
+    way, risk = choice.remedy, f"{subject} is {choice.risk}"
+    if way is None:
+        return f"{risk}, and no remedy lowers it to {answer.budget.accept}."
+    further = way.remedies.beyond(own)
+    needs = "also needs" if own.options else "needs"
+    per = "a step" if answer.of_the_step else "a rollout"
+    sign = "-" if way.added_s < 0 else "+"
+    added = f"{sign}{seconds(abs(way.added_s))} s {per}" if way.added_s else "no more time"
+    named = further.words(choice.preset.weights != "bf16")
+    kl = f"k3 {power(choice.kl_k3)} -> {power(way.kl_k3)}"
+    text = f"{risk}; it {needs} {named}: {kl}, {added}, risk {way.risk}."
+    if further.trainer_precision != BF16:
+        return f"{text} That changes the training itself."
+    if way.trainer is None:
+        return text
+    return f"{text} A trainer in {way.trainer} is enough, too, but changes the training itself."

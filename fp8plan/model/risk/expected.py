@@ -25,8 +25,8 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
-from fp8plan.model.risk.remedies import BF16, POW2, TRAINER_PRECISIONS, Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES, Setting, sequence_rejection, token_log_ratio
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, POW2, TRAINER_PRECISIONS, Remedies
+from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 from fp8plan.options import Option, group_of
 
 Level = Literal["low", "moderate", "high"]
@@ -65,7 +65,8 @@ class RiskBudget:
                 raise ConfigError(f"RiskBudget.{limit} is {value!r}; allowed: a finite number of at least 0")
             object.__setattr__(self, limit, float(value))  # JSON knows no numpy number
 
-    def accepts(self, level: Level) -> bool:
+    def accepts(self, level: str | None) -> bool:
+        """True if a level may be chosen. Raises ValueError for any other than LEVELS."""
         return LEVELS.index(level) <= LEVELS.index(self.accept)
 
     def level(self, kl_high: float, clip_high: float, ess_low: float) -> Level:

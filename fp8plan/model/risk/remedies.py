@@ -99,4 +99,5 @@ class Remedies:
         return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+NO_REMEDIES: Final = Remedies()
 REMEDY_OPTIONS: Final = group_of(Remedies)

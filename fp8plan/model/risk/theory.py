@@ -21,7 +21,7 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention, Layer, Mamba2, Mixer, Mlp, mixers
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision
-from fp8plan.model.risk.remedies import BF16, POW2, Remedies
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, POW2, Remedies
 
 # Layers of Qwen3-8B, the model with the best matched BF16 and FP8 runs: a unit, not a limit.
 REFERENCE_LAYERS: Final = 36.0
@@ -36,8 +36,6 @@ ATTENTION_LOGIT_VARIANCE: Final = {True: 3.0, False: 12.0}
 # (five pairs, KL 0.005 to 0.03). It makes the ratio E[x^2] / E[|x|]^2 4.7; MoE runs have 5.7 to 14.
 # False: dense models, and MoE with replayed routes. The value gives the ratio of a BF16 run with replayed routes, 2.8.
 TOKEN_SPREAD: Final = {False: 1.5, True: 2.25}
-
-NO_REMEDIES: Final = Remedies()
 
 LATENT: Final = "latent attention"
 ONE_SCALE: Final = "FP8 weights without blocks"

@@ -14,7 +14,7 @@ from fp8plan.model.architecture import Experts
 from fp8plan.model.architecture.kept import OUTPUTS, Kept
 from fp8plan.model.emit.trainers import ENGINE_E8M0, TRAINERS
 from fp8plan.model.emit.vllm import kept_patterns
-from fp8plan.model.plan.candidates import risks_with
+from fp8plan.model.plan.candidates import risks
 from fp8plan.model.plan.choice import power, speed_up
 from fp8plan.model.plan.ways import ENDS, engine_with, matching_trainer
 from fp8plan.model.risk.remedies import BF16, POW2, Remedies
@@ -54,13 +54,12 @@ def _lever(scene: Scene, other: Remedies, in_plan: bool = False) -> Iterator[Lev
     engine = engine_with(choice.setup, other)
     if engine is None:
         return
-    run = scene.before
-    if engine.setup != choice.setup:
+    run, remedy = scene.before, own.beyond(other) if in_plan else other.beyond(own)
+    if remedy.trainer_precision == BF16 or engine.setup.e8m0 != choice.setup.e8m0:
         run = simulate(engine.setup, scene.request.batch, scene.profile, memory=engine.memory).rollout
-    risk, _ = risks_with(other, engine.setup, scene.request)
+    risk, _ = risks(engine.setup, scene.request)
     before, after = (run, scene.before) if in_plan else (scene.before, run)
     lower, higher = (choice.expected, risk) if in_plan else (risk, choice.expected)
-    remedy = own.beyond(other) if in_plan else other.beyond(own)
     yield Lever(
         remedy.words(fp8_weights=True),
         f"plan with {remedy.options}",
@@ -86,7 +85,7 @@ def _price(remedy: Remedies) -> str:
 def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, str]:
     """The remedy in the words of each program that has some. remedies: all of the engine with it"""
     if any(remedy.keep_bf16):
-        patterns = ", ".join(kept_patterns(replace(scene.choice.setup, keep_bf16=remedies.keep_bf16)))
+        patterns = ", ".join(kept_patterns(replace(scene.choice.setup, remedies=remedies)))
         return {"vllm": f"quantization_config ignore: {patterns}", "fp8plan": f"keep_bf16={remedies.keep_bf16}"}
     words = {}
     if remedy.router_replay:

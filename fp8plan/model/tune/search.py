@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable, capture_size_for
-from fp8plan.model.plan.candidates import Candidate, in_a_step, risk_key, risks_of
+from fp8plan.model.plan.candidates import Candidate, in_a_step
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up
 from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.plan import Plan
@@ -238,9 +238,7 @@ class Field:
     @classmethod
     def of(cls, base: Prediction) -> Field:
         """The field of a plan."""
-        those = [c for c in base.tried if c.memory or c.unfit]
-        risks = risks_of([c.setup for c in those], base.request)
-        return cls(tuple(replace(c, rollout=None, risk=risks[risk_key(c.setup)][0]) for c in those), base)
+        return cls(tuple(replace(c, rollout=None) for c in base.tried if c.memory or c.unfit), base)
 
     def choices(self, settings: Sequence[EngineLimits]) -> list[Setting]:
         """The choice under each of some limits; none where nothing fits.

@@ -24,6 +24,7 @@ from fp8plan.model.distributions import MOST_SECONDS, MOST_TOKENS, Distribution,
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside
 from fp8plan.model.trajectories import LoggedTurns
 from fp8plan.model.turns import TurnTable
@@ -210,7 +211,7 @@ class Record:
             self.limits,
             caller_of(self.fields),
             self.fields["engine_version"],
-            self.fields.get("keep_bf16") or (0, 0),
+            Remedies(keep_bf16=self.fields.get("keep_bf16") or (0, 0)),
         )
 
 

@@ -14,7 +14,7 @@ from benchmarks.learning.policies.table import TINY
 from benchmarks.learning.policies.tasks import Problem
 from benchmarks.learning.policies.teach import new_model
 from benchmarks.learning.trainer import Trainer
-from fp8plan.runtime.replay import recorded
+from fp8plan.runtime.replay import replayed
 
 
 @pytest.fixture(scope="module", params=["qk_norm", "moe"])
@@ -102,12 +102,12 @@ def test_a_trainer_goes_on_from_its_state(checkpoint: Path, batch: Batch, tmp_pa
 @pytest.mark.parametrize("checkpoint", ["moe"], indirect=True)
 def test_replayed_experts_change_the_log_probs_and_are_counted(checkpoint: Path, batch: Batch) -> None:
     mine = trainer(checkpoint)
-    with recorded(mine.policy) as record:
+    with replayed(mine.policy, None) as record:
         own = mine.logprobs(batch)
     routes = record.own_choice.view(*batch.tokens.shape, *record.own_choice.shape[-2:])
-    replayed = batch._replace(routes=routes)
-    assert torch.equal(mine.logprobs(replayed), own)
-    assert mine.routing_differs(replayed) == 0.0
+    with_routes = batch._replace(routes=routes)
+    assert torch.equal(mine.logprobs(with_routes), own)
+    assert mine.routing_differs(with_routes) == 0.0
     experts = int(routes.max()) + 1
     others = batch._replace(routes=(routes + 1) % experts)
     assert not torch.equal(mine.logprobs(others), own)

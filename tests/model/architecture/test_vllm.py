@@ -16,6 +16,7 @@ from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.configs import QUANT_FILE
 from fp8plan.model.emit.vllm import ignored
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
@@ -77,7 +78,8 @@ def folder_of(name: str, odd: bool, kept: Kept, parent: Path) -> tuple[Path, Cou
     folder = parent / f"{name}{'_odd' * odd}{'_kept' * any(kept)}"
     config.save_pretrained(folder)
     plain, found = shape_of(config, name), Counter[tuple[int, int, bool]]()
-    setup = EngineSetup(plain, "h200", "fp8_block", keep_bf16=kept if has_outputs(plain) else (0, 0))
+    remedies = Remedies(keep_bf16=kept if has_outputs(plain) else (0, 0))
+    setup = EngineSetup(plain, "h200", "fp8_block", remedies=remedies)
     (folder / "ignored.json").write_text(json.dumps(ignored(setup)))
     shape = setup.shape
     assert bool(shape.left_in_bf16()) or not odd

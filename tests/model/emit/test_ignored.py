@@ -19,6 +19,7 @@ from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.architecture.parts import Mlp
 from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 
 QWEN = ModelShape.from_hf("Qwen/Qwen3-8B")
@@ -34,7 +35,7 @@ def matched(patterns: Sequence[str], name: str) -> bool:
 
 def left_out(model: ModelShape | str, tensor_parallel_size: int = 1, keep_bf16: Kept = (0, 0)) -> list[str]:
     limits = EngineLimits(tensor_parallel_size=tensor_parallel_size)
-    return ignored(EngineSetup(model, "h200", "fp8_block", limits, keep_bf16=keep_bf16))
+    return ignored(EngineSetup(model, "h200", "fp8_block", limits, remedies=Remedies(keep_bf16=keep_bf16)))
 
 
 def test_where_all_fits_only_routers_are_named() -> None:
@@ -71,7 +72,7 @@ def test_kept_layers_are_one_pattern_beside_the_others() -> None:
     with pytest.raises(ConfigError, match=r"keep_bf16 is \(40, 6\), and the model has 46 layers; allowed: fewer"):
         left_out(GLM, keep_bf16=(40, 6))
     with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 1\), and the checkpoint holds its weights in FP8 \(fp8"):
-        vllm_kwargs(EngineSetup("Qwen/Qwen3-8B-FP8", "h200", "fp8_block", keep_bf16=(1, 1)))
+        vllm_kwargs(EngineSetup("Qwen/Qwen3-8B-FP8", "h200", "fp8_block", remedies=Remedies(keep_bf16=(1, 1))))
 
 
 def test_attention_outputs_are_one_pattern_beside_the_others() -> None:

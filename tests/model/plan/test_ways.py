@@ -11,10 +11,11 @@ import pytest
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
 from fp8plan.model.distributions import parse_distribution
+from fp8plan.model.plan.candidates import Way, ruled_out
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.plan.ways import ENDS, Way, ways
+from fp8plan.model.plan.ways import ENDS
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
 from fp8plan.model.rl_step import StepTimes
@@ -186,7 +187,7 @@ def test_of_the_chosen_precision_only_the_chosen_layout_has_a_way() -> None:
     prediction = planned(EXPERTS, 1e-9)
     chosen = prediction.chosen
     faster = replace(chosen, step_s=chosen.seconds / 2)
-    assert list(ways([chosen, faster], 0, prediction.request, prediction.profile)) == [0]
+    assert ruled_out([chosen, faster], 0, prediction.request.risk_budget) == [0]
 
 
 def test_a_choice_with_a_way_is_saved_and_read() -> None:
@@ -212,5 +213,5 @@ def test_the_way_of_a_plan_with_the_trainer_s_times_is_that_of_the_whole_step() 
 
 def test_ways_are_those_of_the_fastest_layout_alone() -> None:
     prediction = planned(EXPERTS, high(EXPERTS, "bf16") * 1.01)
-    found = ways(prediction.tried, prediction.plan.chosen, prediction.request, prediction.profile)
+    found = ruled_out(prediction.tried, prediction.plan.chosen, prediction.request.risk_budget)
     assert {prediction.plan.choices[i].precision for i in found} <= {"fp8_block", "fp8_kv", "fp8_block+fp8_kv"}

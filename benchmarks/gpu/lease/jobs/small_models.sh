@@ -15,7 +15,7 @@ probe() { # NAME PRECISION: twice, as vLLM gives up if the engine before still f
     mkdir -p ~/res/probe/"$1"
     for _ in 1 2; do
         timeout 240 python3 -m fp8plan probe $models/"$1"/model --gpu "$(gpu)" --precision "$2" --json \
-            --gpu-memory-utilization 0.25 --observations ~/res/observations_small.csv > "$out.json" 2> "$out.log" && return
+            --gpu-memory-utilization 0.25 > "$out.json" 2> "$out.log" && return
         sleep 5
     done
     echo "$1 in $2: no probe"

@@ -184,7 +184,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str
         cudagraph_mode=facts["cudagraph_mode"],
         not_predicted=unknown,
         inside=setup.inside,
-        keep_bf16=setup.keep_bf16,
+        keep_bf16=setup.remedies.keep_bf16,
         kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
         host_loop_s=facts.get("host_loop_s"),
     )
@@ -202,7 +202,7 @@ def launch(
     """Return the Launch of one replica. Warns of options in `more` that predictions, guard or correction do not know.
 
     model_path: the checkpoint, if it is not the setup's model
-    keep_bf16:  in place of the setup's
+    keep_bf16:  as in Remedies, in place of the setup's
     beside:     the caller's own arguments, one of which may be misspelt in `more`
     server:     `more` may hold arguments of `vllm serve`, too
     the rest:   as in Launch
@@ -223,7 +223,7 @@ def launch(
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {' or '.join(map(repr, allowed))}: {why}")
     setup.check_precision()
     if keep_bf16 is not None:
-        setup = replace(setup, keep_bf16=keep_bf16)
+        setup = replace(setup, remedies=replace(setup.remedies, keep_bf16=keep_bf16))
         if any(keep_bf16) and preset.weights != "fp8_block":
             raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
     model = str(setup.path if model_path is None else model_path)

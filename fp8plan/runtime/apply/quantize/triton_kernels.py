@@ -65,9 +65,7 @@ def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(tensors))
 
 
-def quantize_calls(
-    sources: Sequence[Tensor], outs: np.ndarray, flags: Tensor, rounding: str, warps: int = WARPS
-) -> list[Call]:
+def quantize_calls(sources: Sequence[Tensor], outs: np.ndarray, flags: Tensor, rounding: str) -> list[Call]:
     """Return the launches that quantise sources [N, K] into `outs` = addresses(q_outs, scale_outs), and raise `flags`.
 
     They may be repeated, in a CUDA graph too, as long as all the tensors live.
@@ -85,7 +83,7 @@ def quantize_calls(
             "PRODUCT": product,
             "NEAREST": nearest,
         }
-        calls.append(partial(launch, on_device, flags, rows, columns, **settings, num_warps=warps))
+        calls.append(partial(launch, on_device, flags, rows, columns, **settings, num_warps=WARPS))
     return calls
 
 

@@ -33,8 +33,7 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import FP8_BLOCK, PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import mismatch_risk
-from fp8plan.model.risk.remedies import BF16, Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, Remedies
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
@@ -96,9 +95,9 @@ def probe(
         begun = time.perf_counter()
         try:
             returning = replace(limits, enable_return_routed_experts=engine.routed_experts)
-            setup = EngineSetup(
-                model_path, card, engine.preset, returning, engine_version=version, keep_bf16=engine.keep_bf16
-            ).holding(longest)
+            kept = Remedies(keep_bf16=engine.keep_bf16)
+            setup = EngineSetup(model_path, card, engine.preset, returning, engine_version=version, remedies=kept)
+            setup = setup.holding(longest)
             setup.check_precision()
             with held_back(engine_stays=False):
                 sampled[engine], facts = sample(setup, tokens, settings, **vllm_kwargs)
@@ -208,7 +207,7 @@ def _score(
             begun, remedies = time.perf_counter(), probed.remedies
             trainer = remedies.trainer_precision
             try:
-                in_bf16 = ignored(replace(setup, keep_bf16=remedies.keep_bf16))
+                in_bf16 = ignored(replace(setup, remedies=remedies))
                 with reference.computing_in(trainer, in_bf16):
                     train = reference.score(rows, settings.temperature, router_replay=remedies.router_replay)
                 scored = compared(train.logprobs, rollout, settings.seed, prompts)

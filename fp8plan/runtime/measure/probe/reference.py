@@ -12,7 +12,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import BF16
 from fp8plan.runtime.measure.probe.fp8_linears import fp8_linears
 from fp8plan.runtime.measure.probe.sampling import Sampled
-from fp8plan.runtime.replay import has_routers, recorded, replayed
+from fp8plan.runtime.replay import has_routers, replayed
 from fp8plan.runtime.routes import padded_routes, share_differing
 
 if TYPE_CHECKING:
@@ -56,12 +56,7 @@ class Reference:
         self._refuse_other_heads(model, model_path)
 
     def computing_in(self, precision: str, ignored: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which the model computes its linears in one of TRAINER_PRECISIONS.
-
-        ignored: patterns of modules that stay in BF16, as in vLLM's quantization_config
-
-        Raises ConfigError as `fp8_linears` does.
-        """
+        """Return a context in which the model computes its linears in one of TRAINER_PRECISIONS, as `fp8_linears`."""
         return nullcontext() if precision == BF16 else fp8_linears(self._body, precision, ignored)
 
     def score(
@@ -122,7 +117,7 @@ class Reference:
             return self._body(input_ids=tokens, use_cache=False).last_hidden_state, None
         lengths = torch.tensor([len(s.prompt) + len(s.response) for s in samples])
         picked = padded_routes(routes, torch.arange(tokens.shape[1]) < lengths[:, None])
-        with replayed(self._body, picked) if router_replay else recorded(self._body) as seen:
+        with replayed(self._body, picked if router_replay else None) as seen:
             states = self._body(input_ids=tokens, use_cache=False).last_hidden_state
         return states, share_differing(picked, seen.own_choice.reshape(picked.shape), before).tokens
 

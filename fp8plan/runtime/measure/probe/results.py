@@ -1,4 +1,4 @@
-"""Results of a probe with their intervals, as Python, as JSON, and as rows for the fit of fp8plan.model.risk.expected.
+"""Results of a probe with their intervals, as Python and as JSON.
 
 Intervals come from resampled prompts: only these are independent, as tokens share a text, and sequences a prompt. A
 resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made
@@ -8,23 +8,17 @@ token that is rarer than once in the sample is in no resample.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, log
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import Precision, find_precision
-from fp8plan.model.risk.fit import OBSERVATIONS
-from fp8plan.model.risk.remedies import BF16, Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES, has_qkv_bias, setting_of
+from fp8plan.model.precision import find_precision
+from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, Remedies
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
 from fp8plan.runtime.watch.mismatch.sums import LIMIT, FloatArray, k3
 from fp8plan.schemas import VERSIONS
@@ -221,14 +215,9 @@ class Probe:
 
 def in_effect(remedies: Remedies, precision: str) -> Remedies:
     """The remedies that change the mismatch of a precision. Layers are kept in BF16 only beside linears in FP8."""
-    if _has_fp8_linears(find_precision(precision), remedies):
-        return remedies
-    return replace(remedies, keep_bf16=(0, 0))
-
-
-def _has_fp8_linears(preset: Precision, remedies: Remedies) -> bool:
-    """Return True if the engine or the trainer has linears in FP8."""
-    return preset.weights != BF16 or remedies.trainer_precision != BF16
+    if find_precision(precision).weights == remedies.trainer_precision == BF16:
+        return replace(remedies, keep_bf16=(0, 0))
+    return remedies
 
 
 def _plain(mismatch: Mismatch) -> dict[str, Any]:
@@ -236,97 +225,3 @@ def _plain(mismatch: Mismatch) -> dict[str, Any]:
     named = {name: getattr(mismatch, name) for name in PLAIN}
     named |= {name: {str(key): share for key, share in getattr(mismatch, name).items()} for name in KEYED}
     return named | {"profile": [asdict(span) for span in mismatch.profile]}
-
-
-SOURCE: Final = "fp8plan-probe"  # one key, so that leave-one-source-out leaves out all rows of this method
-
-
-def columns() -> list[str]:
-    """Columns of the committed table (fp8plan/model/risk/data/README.md explains them)."""
-    with OBSERVATIONS.open(newline="", encoding="utf-8") as file:
-        return next(csv.reader(file))
-
-
-def observations(probe: Probe) -> list[dict[str, str]]:
-    """A row for each precision and trainer, with the interval as the range. Layers kept in BF16 have no rows.
-
-    Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
-    is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
-    Raises ConfigError for a model with a shape that fp8plan does not know, and for a probe of a sync.
-    """
-    if probe.settings.after is not None:
-        raise ConfigError("a probe of a sync is no observation of a precision; allowed: one without after")
-    shape = ModelShape.from_hf(probe.model)
-    whole = [probed for probed in probe.findings if not any(probed.remedies.keep_bf16) and probed.figures is not None]
-    return [_row(probe, probed, shape) for probed in whole]
-
-
-def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Append rows to a table that has the committed one's columns, or to a new file.
-
-    Raises ConfigError for other columns, and for a file that cannot be written.
-    """
-    try:
-        _append(path, rows)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise ConfigError(f"cannot append to {path}: {why}; allowed: a table of observations, or a new file") from None
-
-
-def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    wanted = columns()
-    new = not path.exists() or not path.stat().st_size
-    if not new:
-        with path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [])
-        if header != wanted:
-            raise ConfigError(
-                f"{path} has the columns {','.join(header)[:200]}; allowed: {','.join(wanted)}, or a new file"
-            )
-    open_ended = not new and not path.read_bytes().endswith((b"\n", b"\r"))  # as some editors leave the last line
-    with path.open("a", newline="", encoding="utf-8") as file:
-        file.write("\n" if open_ended else "")
-        writer = csv.DictWriter(file, wanted, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
-    from fp8plan.version import __version__
-
-    preset, kl, facts = find_precision(probed.precision), probed.kl_k3, probed.facts or {}
-    remedies = probed.remedies
-    ess = (probed.figures or {})["ess_raw"].value
-    setting = setting_of(shape, preset, remedies=remedies)
-    partly = _has_fp8_linears(preset, remedies) and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
-    fitted = not find_gpu(probe.gpu).is_cpu and not probed.invalid and kl.low > 0 and not partly
-    values: dict[str, Any] = {
-        "source": SOURCE,
-        "reference": f"measured by fp8plan probe {__version__}: vLLM {probe.engine_version} on {probe.gpu}; "
-        f"{probe.reference.replace(',', ';')}; {probe.date}",
-        "model": Path(probe.model).name if Path(probe.model).is_dir() else probe.model,
-        "params_b": f"{shape.num_parameters / 1e9:.3g}",
-        "moe": int(setting.moe),
-        "layers": f"{setting.layers:g}",
-        "kv_layers": "" if setting.kv_layers == setting.layers else f"{setting.kv_layers:g}",
-        "qk_norm": int(setting.qk_norm),
-        "attention_bias": int(has_qkv_bias(shape)),
-        "weights": preset.weights,
-        "kv": preset.kv,
-        "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",
-        "e8m0": int(bool(facts.get("e8m0"))) if preset.weights == "fp8_block" else "",
-        "trainer_precision": "" if remedies.trainer_precision == BF16 else remedies.trainer_precision,
-        "router_replay": 1 if remedies.router_replay else "",
-        "quantity": "k3",
-        "scope": "total",
-        "kind": "range",
-        "kl_low": f"{kl.low:.4g}",
-        "kl": "",
-        "kl_high": f"{kl.high:.4g}",
-        "weight": int(fitted),
-        "primary": "P",
-        "note": f"k3 {kl.value:.4g}; raw ESS {ess:.4f}; {probed.sequences} responses; {probed.tokens} tokens; "
-        f"temperature {probe.settings.temperature:g}",
-    }
-    return {name: str(values[name]) for name in columns()}

@@ -64,7 +64,7 @@ class Sampled(NamedTuple):
 
     prompt, response: token ids
     logprobs:         of each token of the response
-    experts:          those of each token but the last: [tokens, layers, experts per token]; None: not asked for
+    experts:          those of each token but the last: [tokens, layers, experts per token]; None: none are returned
     """
 
     prompt: list[int]
@@ -91,8 +91,7 @@ def sample(
         synced = None if settings.after is None else _synced(engine, checkpoints(str(setup.model), settings.after))
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
-        samples = _generated(engine, every, settings, setup.limits.enable_return_routed_experts)
-        return samples, engine.facts | {"kv_scales": scales, "synced": synced}
+        return _generated(engine, every, settings), engine.facts | {"kv_scales": scales, "synced": synced}
     finally:
         engine.shutdown()
 
@@ -130,9 +129,7 @@ def _calibrated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleS
     return str(engine.recalibrate_kv())
 
 
-def _generated(
-    engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings, routed_experts: bool = False
-) -> list[Sampled]:
+def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings) -> list[Sampled]:
     from vllm import SamplingParams
 
     params = [
@@ -146,14 +143,12 @@ def _generated(
         for number in range(len(prompts))
     ]
     texts = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-    outputs = engine.generate(texts, params, routed_experts=routed_experts)
     samples = []
-    for prompt, output in zip(prompts, outputs, strict=True):
+    for prompt, output in zip(prompts, engine.generate(texts, params), strict=True):
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-        experts = completion.routed_experts if routed_experts else None
-        samples.append(Sampled(list(prompt), tokens, logprobs, experts))
+        samples.append(Sampled(list(prompt), tokens, logprobs, completion.routed_experts))
     return samples
 
 

@@ -22,6 +22,7 @@ from fp8plan.model.distributions import MOST_TOKENS
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
@@ -97,7 +98,8 @@ class EngineFacts:
     e8m0:            True if DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
     not_predicted:   options of the engine that the cost model does not know (runtime.apply.engine.options)
-    inside, keep_bf16: as in EngineSetup
+    inside:          as in EngineSetup
+    keep_bf16:       as in Remedies
     delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
     kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
     host_loop_s:     the loop of its host, as in RolloutRecord; None: not known
@@ -126,8 +128,8 @@ class EngineFacts:
     def setup(self) -> EngineSetup:
         """The engine in the cost model's terms."""
         limits = replace(self.limits, enforce_eager=self.eager)
-        version, kept = self.engine_version, self.keep_bf16
-        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, kept)
+        version, remedies = self.engine_version, Remedies(keep_bf16=self.keep_bf16)
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, remedies)
 
     @property
     def eager(self) -> bool:

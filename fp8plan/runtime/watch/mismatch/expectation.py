@@ -40,21 +40,8 @@ class Expected(NamedTuple):
         return Expected(kl, low, high, True)
 
 
-def expectation(
-    probe: Probe | None, plan: Plan | None, running: str | None, choice: str | None, remedies: Remedies
-) -> Expected | None:
-    """The KL that the probe, or else the plan, expects of the precision that runs; None if neither has it.
-
-    running:  the precision that runs; None: not known
-    choice:   the plan's choice; None: the chosen one
-    remedies: those that run
-    """
-    if probe is not None:
-        probed = probe.interval_of(running, remedies)
-        if probed is not None:
-            return Expected(*probed, remedies.router_replay)
-    if plan is None:
-        return None
+def expected_by(plan: Plan, choice: str | None) -> Expected | None:
+    """The KL that a plan expects of a choice, or of the chosen one; None if it has none."""
     try:
         chosen = plan.select(choice)
     except ConfigError:  # another plan than the engine's

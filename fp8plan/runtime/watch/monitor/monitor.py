@@ -33,7 +33,7 @@ from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSetti
 from fp8plan.runtime.watch.guard.guard import Guard, Judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 from fp8plan.runtime.watch.mismatch.attribution import attributed
-from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expectation, has_experts
+from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expected_by, has_experts
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.pieces import check_group
@@ -218,9 +218,9 @@ class Monitor:
         """
         begun = time.perf_counter()
         sums, routed, refusal, others = MismatchSums(), None, None, dict[str, MismatchSums]()
-        names = "synced_logprobs", "replayed_logprobs", "routing_differs"
-        optional = zip(names, (synced_logprobs, replayed_logprobs, routing_differs), strict=True)
-        ways = {name: None if value is None else "present" for name, value in optional}
+        optional: dict[str, Any] = {"synced_logprobs": synced_logprobs, "replayed_logprobs": replayed_logprobs}
+        optional["routing_differs"] = routing_differs
+        ways = {name: None if value is None else "present" for name, value in optional.items()}
         try:
             if self.sequence_group is not None:  # its ranks meet in each `pack`
                 gathered(None, ways, self.sequence_group)
@@ -338,9 +338,12 @@ class Monitor:
     def _expectation(self) -> Expected | None:
         """The expected KL of the precision that runs, from the probe or else from the plan."""
         choice = self._precision()
-        other = self._witness.running() if self.engine is None else None
-        running = choice if other is None else other.precision
-        return expectation(self._probe, self._plan, running, choice, self._remedies)
+        if self._probe is not None:
+            other = self._witness.running() if self.engine is None else None
+            probed = self._probe.interval_of(choice if other is None else other.precision, self._remedies)
+            if probed is not None:
+                return Expected(*probed, self._remedies.router_replay)
+        return None if self._plan is None else expected_by(self._plan, choice)
 
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step; None, with a warning, for a malformed one."""

@@ -12,6 +12,7 @@ from tiny_models import checkpoint, cpu_plan
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import ROUTER_PATTERN
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import Launch, has_fixed_scales, launch
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_folder
@@ -97,7 +98,7 @@ def test_a_hub_id_has_its_config_and_once_it_is_here_its_tensors(monkeypatch: py
     def missing(*args: Any, **kwargs: Any) -> str:
         raise errors.LocalEntryNotFoundError("offline")
 
-    found = launch(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block", keep_bf16=(1, 1)))
+    found = launch(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block", remedies=Remedies(keep_bf16=(1, 1))))
     assert r"re:.*\.layers\.(0|27)\..*" in found.kwargs["quantization_config"]["ignore"]  # it has 28
     monkeypatch.setattr("huggingface_hub.snapshot_download", missing)
     assert found.checkpoint() is None

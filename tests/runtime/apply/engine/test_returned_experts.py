@@ -18,7 +18,7 @@ from fp8plan.runtime.apply.engine.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import refuse_dense, refuse_request
-from fp8plan.runtime.replay import recorded, replayed
+from fp8plan.runtime.replay import replayed
 from fp8plan.runtime.routes import padded_routes, share_differing
 
 pytestmark = pytest.mark.vllm
@@ -103,7 +103,7 @@ def test_a_trainer_that_replays_routes_all_tokens_as_the_engine_did(batch: Rollo
     """The trainer's kernels are others (transformers' eager attention and experts), and its dtype is the engine's or
     FP32. On its own it picks other experts for some tokens."""
     model = trainer("a", dtype)
-    with recorded(model) as record:
+    with replayed(model, None) as record:
         alone = model(batch.ids, attention_mask=batch.mask).logits
     own = record.own_choice.reshape(batch.routes.shape)
     without = share_differing(batch.routes, own, batch.mask)
@@ -124,7 +124,7 @@ def test_routes_stand_at_their_tokens(batch: Rollout) -> None:
     assert torch.equal(known.sum(-1), lengths - 1)
     assert not known[torch.arange(len(lengths)), lengths - 1].any()
     model = trainer("a", torch.bfloat16)
-    with recorded(model) as record:
+    with replayed(model, None) as record:
         model(batch.ids, attention_mask=batch.mask)
     own = record.own_choice.reshape(batch.routes.shape)
     shifted = share_differing(batch.routes[:, 1:], own[:, :-1], batch.mask[:, 1:])

@@ -11,8 +11,8 @@ from tiny_models import checkpoint
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored
 from fp8plan.model.precision import FP8_BLOCK
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.apply.quantize import fake_quant
 from fp8plan.runtime.measure.probe import fp8_linears as module
 from fp8plan.runtime.measure.probe.fp8_linears import fp8_linears
 
@@ -37,7 +37,7 @@ def states(decoder: Any) -> torch.Tensor:
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears that round nothing."""
 
-    def linear(tokens: torch.Tensor, weight: torch.Tensor, bias: Any, _: str) -> torch.Tensor:
+    def linear(tokens: torch.Tensor, weight: torch.Tensor, bias: Any, precision: str) -> torch.Tensor:
         return torch.nn.functional.linear(tokens, weight, bias)
 
     monkeypatch.setattr(module, "linear", linear)
@@ -72,7 +72,7 @@ def test_modules_that_vllm_leaves_in_bf16_are_not_rounded(monkeypatch: pytest.Mo
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, keep_bf16=(1, 1, "o_proj")))
+    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, remedies=Remedies(keep_bf16=(1, 1, "o_proj"))))
     with fp8_linears(model.model, "fp8_block", in_bf16):
         rounded = {name for name, part in model.named_modules() if "forward" in vars(part)}
     names = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj".split()
@@ -92,11 +92,10 @@ def test_halves_of_an_expert_that_end_in_a_block_are_rounded_each() -> None:
         found = module._experts(experts, "fp8_block", tokens, place, weights)
         for row, (token, (expert,)) in enumerate(zip(tokens, place.tolist(), strict=True)):
             gate, up = (
-                fake_quant.linear(token[None], part, None, "fp8_block")
-                for part in experts.gate_up_proj[expert].chunk(2)
+                module.linear(token[None], part, None, "fp8_block") for part in experts.gate_up_proj[expert].chunk(2)
             )
             inner = torch.nn.functional.silu(gate) * up
-            outer = fake_quant.linear(inner, experts.down_proj[expert], None, "fp8_block")
+            outer = module.linear(inner, experts.down_proj[expert], None, "fp8_block")
             assert torch.allclose(found[row], outer[0] * 0.5, rtol=1e-5, atol=1.0)
 
 

@@ -10,8 +10,9 @@ import pytest
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.theory import setting_of
-from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed, append_observations, observations
+from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
+from tools.observations import append, observations
 from tools.risk_report import read_observations
 
 LFM2 = {
@@ -30,11 +31,11 @@ def test_a_row_has_the_setting_of_its_model(config: dict[str, object], kv_layers
     kl = Interval(2e-3, 1e-3, 4e-3)
     one = Probed("fp8_block+fp8_kv", figures={"kl_k3": kl, "ess_raw": Interval(0.99, 0.98, 1.0)}, facts={"e8m0": False})
     found = Probe(str(tmp_path), "h200", "today", "0.26.0", "a test", SampleSettings(), 1, [one])
-    [row] = observations(found)
+    [row] = observations(found.to_dict())
     assert row["kv_layers"] == kv_layers
     assert row["attention_bias"] == str(int(config is QWEN2))
     table = tmp_path / "table.csv"
-    append_observations(table, [row])
+    append(table, [row])
     [read] = read_observations(table)
     shape = ModelShape.from_hf(tmp_path)
     assert read.setting == setting_of(shape, PRESETS[one.precision], e8m0=False)

@@ -14,15 +14,15 @@ from tiny_models import checkpoint, experts_or_skip, forget_groups
 from benchmarks.gpu.remedies import remedies_of
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.risk.remedies import Remedies
-from fp8plan.model.risk.theory import NO_REMEDIES
+from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
-from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, in_effect, observations
+from fp8plan.runtime.measure.probe.results import Interval, Probed, in_effect
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings
-from fp8plan.runtime.replay import RULES, recorded
+from fp8plan.runtime.replay import RULES, replayed
 from fp8plan.views.findings import probe_report
+from tools.observations import append, observations
 from tools.risk_report import read_observations
 
 torch = pytest.importorskip("torch")
@@ -66,11 +66,11 @@ def test_a_trainer_on_the_grid_of_the_engine_has_less_mismatch(measured: Probe) 
 @pytest.mark.vllm
 def test_rows_for_the_fit_have_their_trainer(measured: Probe, tmp_path: Path) -> None:
     table = tmp_path / "observations.csv"
-    append_observations(table, observations(measured))
+    append(table, observations(measured.to_dict()))
     read = [(row.setting.trainer, row.setting.router_replay) for row in read_observations(table)]
     assert read == [(name, replay) for name in TRAINERS for replay in (False, True)]
     kept = replace(measured, findings=[replace(measured.findings[0], remedies=Remedies(keep_bf16=(1, 1)))])
-    assert observations(kept) == []  # the table has no column for them
+    assert observations(kept.to_dict()) == []  # the table has no column for them
 
 
 @pytest.mark.vllm
@@ -95,7 +95,7 @@ def moe_samples(reference: Reference, trainer: str) -> list[Sampled]:
         logprobs = reference.score(rows).logprobs
         samples = []
         for row, values in zip(rows, logprobs, strict=True):
-            with recorded(reference._body) as seen, torch.inference_mode():
+            with replayed(reference._body, None) as seen, torch.inference_mode():
                 reference._body(input_ids=torch.tensor([[*row.prompt, *row.response]]))
             samples.append(row._replace(logprobs=values.tolist(), experts=seen.own_choice[:-1].numpy()))
     return samples
@@ -152,7 +152,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def sample(setup: Any, *_: Any) -> Any:
         routed_experts = setup.limits.enable_return_routed_experts
-        started.append((setup.precision.name, setup.keep_bf16, routed_experts))
+        started.append((setup.precision.name, setup.remedies.keep_bf16, routed_experts))
         return [row if routed_experts else row._replace(experts=None) for row in samples], {}
 
     monkeypatch.setattr(probe_module, "sample", sample)

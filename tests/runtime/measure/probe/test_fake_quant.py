@@ -8,7 +8,7 @@ import pytest
 from block_weights import dequantize, quantize
 
 from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS
-from fp8plan.runtime.apply.quantize.fake_quant import linear, rounded_activations, rounded_weight
+from fp8plan.runtime.measure.probe.fp8_linears import linear, rounded_activations, rounded_weight
 
 torch = pytest.importorskip("torch")
 
