@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.8", "profile": "1.1", "record": "1.9", "probe": "1.2"}
+VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.9", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.

@@ -16,6 +16,7 @@ from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
 from fp8plan.model.cost.routes import route_end_cost
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -55,6 +56,8 @@ class Rollout:
     preemptions:         preemptions of all replicas
     recomputed_tokens:   tokens whose KV a preemption dropped
     cached_tokens:       tokens that need no prefill, because the prefix cache has them
+    again_tokens:        tokens of earlier turns that are computed again, because the prefix cache has lost them
+    prefill_tokens:      tokens that are computed in prefill, also those above
     num_steps, tail_fraction, parts, extrapolated, timeline: of the slowest replica
     tail_fraction:       share of the makespan at its end in which no request waits, and fewer than a quarter of those
                          that could run together run
@@ -85,6 +88,18 @@ class Rollout:
     sampling_sd: float = 0.0
     cut: tuple[int, bool] = (1, False)
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
+    again_tokens: int = 0
+    prefill_tokens: int = 0
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the tokens of all prompts that the prefix cache has; a turn's prompt has all tokens before it."""
+        return self.cached_tokens / (self.cached_tokens + self.prefill_tokens)
+
+    @property
+    def tool_share(self) -> float:
+        """Share of the makespan in which the slowest replica has nothing to do, because tools work."""
+        return self.parts.get("tools", 0.0)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -126,7 +141,11 @@ def simulate(
     """
     memory = memory or setup.memory(batch.longest)
     model = setup.step_model(profile, experts_hit, memory)
-    planned = schedules(batch.split(setup.limits.data_parallel_size), memory.kv, setup.limits, known)
+    batches = batch.split(setup.limits.data_parallel_size)
+    if batch.turns is None:
+        planned = schedules(batches, memory.kv, setup.limits, known)
+    else:
+        planned = schedules_of_turns(batches, memory.kv, model)
     return Simulated(model, memory, planned, rollout(planned, model))
 
 
@@ -149,6 +168,27 @@ def schedules(
     ]
 
 
+def schedules_of_turns(
+    batches: Sequence[Batch], kv: KvPlan, model: StepModel, longest_run: int = 2**62
+) -> list[Schedule]:
+    """The schedule of each replica's trajectories. The model's steps decide what arrives when."""
+    clock = Clock.of(model, list(dict.fromkeys((spec.kind, spec.window) for spec in kv.specs if spec.window)))
+    return [
+        schedule(
+            *batch,
+            kv.usable_blocks,
+            model.limits,
+            longest_run,
+            groups=kv.specs,
+            rules=kv.cache_rules,
+            clock=clock,
+            concurrent=batch.turns.concurrent,
+        )
+        for batch in batches
+        if batch.turns
+    ]
+
+
 def schedule_with(batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62) -> Schedule:
     """The schedule of a batch on an engine with this KV cache. longest_run: most steps in one row"""
     return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules)
@@ -163,16 +203,16 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     batches, at = _distinct(replicas)
     step_seconds, steps_of = _timed(batches, model)
     in_engine, fronts = _row_seconds(replicas, [step_seconds[i] for i in at], model)
-    seconds = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
+    seconds = _with_waits(replicas, in_engine, fronts)
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
     starting, pace = _beside_steps(plan, model), model.pace
     start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
-    in_front = float(front.seconds.sum())
+    in_front, in_tools = float(front.seconds.sum()), float(plan.idle_s.sum())
     doubt = in_front and Z90 * _front_error(front, model.profile)
     low, high = (
-        start + end + in_front * math.exp(side * doubt)
+        start + end + in_tools + in_front * math.exp(side * doubt)
         for side, end in zip((-1, 1), steps.interval(weights, Z90), strict=True)
     )
     if sampling := pace_error(plan, seconds[slowest]):
@@ -187,6 +227,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     breakdown = {name: part * pace for name, part in once.items()}
     breakdown["host"][0] += start
     breakdown["front"] = front.seconds
+    breakdown["tools"] = plan.idle_s
     # Beside a front that overlaps with the engine, a second of the engine counts less: d sqrt(e^2 + f^2) / d e.
     beside = in_engine[slowest] / np.maximum(in_engine[slowest] + _overlapping(front), LEAST_SECONDS)
     gradient = steps.gradient(weights * beside)
@@ -203,6 +244,8 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         preemptions=sum(p.num_preemptions for p in replicas),
         recomputed_tokens=sum(p.total(p.recomputed_tokens) for p in replicas),
         cached_tokens=sum(p.total(p.cached_tokens) for p in replicas),
+        again_tokens=sum(p.total(p.again_tokens) for p in replicas),
+        prefill_tokens=sum(p.total(p.prefill_tokens) for p in replicas),
         tail_fraction=float(seconds[slowest][tail].sum() / makespan),
         parts=_shares({name: float(part.sum()) for name, part in breakdown.items()}),
         tail_parts=_shares({name: float(part[tail].sum()) for name, part in breakdown.items()}),
@@ -248,7 +291,7 @@ def clocks(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[lis
     for replicas in rollouts:
         in_engine, fronts = _row_seconds(replicas, [step_seconds[next(rest)] for _ in replicas], model)
         starts = [_beside_steps(plan, model).seconds[0] for plan in replicas]
-        rows = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
+        rows = _with_waits(replicas, in_engine, fronts)
         ends.append([float(start) * model.pace + np.cumsum(row) for start, row in zip(starts, rows, strict=True)])
     return ends
 
@@ -274,6 +317,12 @@ def _row_seconds(
         for engine, plan in zip(in_engine, replicas, strict=True)
     ]
     return in_engine, fronts
+
+
+def _with_waits(replicas: Sequence[Schedule], in_engine: Sequence[Array], fronts: Sequence[Cost]) -> list[Array]:
+    """The seconds of each row of each replica, with those of its front, and those that the engine waits for tools."""
+    parts = zip(replicas, in_engine, fronts, strict=True)
+    return [engine + front.seconds + plan.idle_s for plan, engine, front in parts]
 
 
 def _overlapping(front: Cost) -> Array:
@@ -323,9 +372,15 @@ def step_batch(plan: Schedule) -> StepBatch:
 
 
 def _tail_rows(plan: Schedule, max_num_seqs: int) -> slice:
-    """Rows of the tail: after the last one with a request that waits, or with TAIL_SHARE of those that fit at once."""
-    together = min(plan.requests, max_num_seqs)
-    busy = np.flatnonzero((plan.waiting > 0) | (plan.running >= TAIL_SHARE * together))
+    """Rows of the tail: after the last one with a request that waits, or with TAIL_SHARE of those that fit at once.
+
+    Trajectories whose tools work count as running, and those that were under way at once as what fits.
+    """
+    running, together = plan.running, min(plan.requests, max_num_seqs)
+    if plan.timed:
+        running = plan.running + plan.away
+        together = int((plan.waiting + running).max())
+    busy = np.flatnonzero((plan.waiting > 0) | (running >= TAIL_SHARE * together))
     return slice(int(busy[-1]) + 1, None)
 
 

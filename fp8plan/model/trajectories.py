@@ -92,7 +92,8 @@ class Turns:
         generated = self.turn_tokens.draw(turns, rng, LENGTHS)
         tool = self.tool_tokens.draw(turns, rng, LENGTHS)
         wait_s = self.tool_s.draw(turns, rng, SECONDS)
-        return TurnTable(first, generated, tool, wait_s, _dropped(generated, self.reasoning_share)).ended()
+        dropped = _dropped(generated, self.reasoning_share)
+        return TurnTable(first, generated, tool, wait_s, dropped, self.concurrent).ended()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +148,7 @@ class LoggedTurns:
         if isinstance(self.tool_s, Distribution):
             wait_s[unknown] = self.tool_s.draw(int(unknown.sum()), rng, SECONDS)
         dropped = _dropped(table.generated, self.reasoning_share)
-        return table._replace(wait_s=wait_s, dropped=dropped).ended()
+        return table._replace(wait_s=wait_s, dropped=dropped, concurrent=self.concurrent).ended()
 
 
 TURN_OPTIONS: Final = group_of(Turns)

@@ -38,6 +38,7 @@ class TurnTable(NamedTuple):
                NaN where a log does not have them
     dropped:   first tokens of the turn's answer that the next prompt leaves out, as a chat template that drops
                reasoning does; 0 after the last
+    concurrent: most trajectories at once; the next one begins when one ends. None: all begin at the start
     """
 
     first: IntArray
@@ -45,6 +46,7 @@ class TurnTable(NamedTuple):
     tool: IntArray
     wait_s: FloatArray
     dropped: IntArray
+    concurrent: int | None = None
 
     @classmethod
     def single(cls, responses: IntArray) -> TurnTable:
@@ -69,8 +71,9 @@ class TurnTable(NamedTuple):
     def ended(self) -> TurnTable:
         """The table with zeros after the last turn of each trajectory."""
         after = self._replace(tool=self.tool.copy(), wait_s=self.wait_s.copy(), dropped=self.dropped.copy())
-        for column in after[2:]:
-            column[self.first[1:] - 1] = 0
+        for name, column in after._columns():
+            if name != "generated":
+                column[self.first[1:] - 1] = 0
         return after
 
     @property
@@ -95,7 +98,7 @@ class TurnTable(NamedTuple):
         starts, counts = self.first[:-1][rows], np.diff(self.first)[rows]
         first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         turns = np.repeat(starts - first[:-1], counts) + np.arange(first[-1])
-        return TurnTable(first, *(column[turns] for column in self[1:]))
+        return self._replace(first=first, **{name: column[turns] for name, column in self._columns()})
 
     def check(self, responses: IntArray) -> None:
         """Raise ConfigError unless this is a table of turns that generate so many tokens.
@@ -140,7 +143,8 @@ class TurnTable(NamedTuple):
 
     def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """The columns of shape (turns,) by name."""
-        yield from zip(self._fields[1:], self[1:], strict=True)
+        for name in ("generated", "tool", "wait_s", "dropped"):
+            yield name, getattr(self, name)
 
     def _check(self, name: str, column: NDArray[Any], is_allowed: NDArray[np.bool_], allowed: str) -> None:
         """Raise ConfigError for the first turn whose value is not allowed."""

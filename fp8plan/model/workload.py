@@ -31,21 +31,29 @@ class Batch(NamedTuple):
     turns: TurnTable | None = None  # None: one turn each
 
     @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Prompt + response tokens of each request, with what tools add."""
+        return self.prompts + (self.responses if self.turns is None else self.turns.added)
+
+    @property
     def longest(self) -> int:
-        """Prompt + response tokens of the longest request, with what tools add."""
-        added = self.responses if self.turns is None else self.turns.added
-        return int((self.prompts + added).max())
+        """Tokens of the longest request."""
+        return int(self.lengths.max())
 
     def split(self, replicas: int) -> list[Batch]:
         """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas.
 
         Replicas without a request are left out. If `replicas` does not divide the batch, samples of one prompt may be
-        parted.
+        parted. Each replica has its share of the trajectories that run at once, rounded up.
         """
         if replicas == 1:
             return [self]
         bounds = np.linspace(0, len(self.prompts), min(replicas, len(self.prompts)) + 1).astype(int)
-        return [self.take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
+        parts = [self.take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
+        if self.turns is None or self.turns.concurrent is None:
+            return parts
+        at_once = -(-self.turns.concurrent // replicas)
+        return [part._replace(turns=part.turns._replace(concurrent=at_once)) for part in parts if part.turns]
 
     def take(self, rows: Any) -> Batch:
         """Some of the requests with their prompts renumbered. rows: an index of numpy's"""

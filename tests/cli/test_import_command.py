@@ -48,7 +48,7 @@ def test_without_seconds_validate_names_them(tokenizer: str, fp8plan: Callable[.
     refused(fp8plan("validate", "run.jsonl"), "line 1", "lacks seconds")
 
 
-def test_a_plan_of_turns_is_refused_in_one_line(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+def test_a_recorded_rollout_of_turns_is_planned_and_not_tuned(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
     row = {"prompt": 9, "prompt_id": "a", "turns": [[30, 300, None], [40, 0, 0]]}
     (tmp_path / "7.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
     done = fp8plan("import", "jsonl", tmp_path, "-o", "run.jsonl")
@@ -56,9 +56,11 @@ def test_a_plan_of_turns_is_refused_in_one_line(fp8plan: Callable[..., Done], tm
     words = ("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl")
     refused(fp8plan(*words), "line 1 of run.jsonl: the log does not say how long", "give --tool-s fixed:2 or lognormal")
     refused(fp8plan(*words, "--turns", 3), "both --workload and --turns are given")
-    told = ("the workload has turns, and a plan of them is not simulated yet", "--response-lengths")
-    refused(fp8plan(*words, "--tool-s", "fixed:1", "--concurrent", 1), *told)
-    refused(fp8plan("tune", *words[1:], "--tool-s", "fixed:1"), *told)
+    planned = fp8plan(*words, "--tool-s", "fixed:1", "--concurrent", 1).out
+    assert "140 response tokens: mean 70" in planned  # of two trajectories
+    assert "the engine has nothing to do but wait for tools" in planned
+    refused(fp8plan("tune", *words[1:], "--tool-s", "fixed:1"), "whose limits are not tuned yet", "fp8plan plan MODEL")
+    refused(fp8plan(*words, "--tool-s", "fixed:1", "--reasoning-share", 0.5), "allowed: reasoning_share = 0")
     Path("run.jsonl").write_text(json.dumps(json.loads(Path("run.jsonl").read_text()) | {"turns": None}))
     plan = json.loads(fp8plan(*words, "--json").out)
     assert plan["workload"]["response_tokens"] == 140

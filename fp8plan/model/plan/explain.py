@@ -43,6 +43,7 @@ COMPONENTS = {
     "routes": "copying the chosen experts",
     "host": "waiting for the host",
     "front": "the trainer's front end",
+    "tools": "waiting for tools",
 }
 
 
@@ -160,6 +161,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
+        *_of_turns(answer),
         *_left_in_bf16(choices, in_fp8),
         *_returned_experts(picked),
         *([shape.note] if shape.note else []),
@@ -173,6 +175,22 @@ def explain(
         *(limits_matter(tried[answer.chosen].setup, timed) if tried else ()),
         *(sync_sentences(tried, tried[answer.chosen], request.sync) if tried and request.sync else ()),
     )
+
+
+def _of_turns(answer: Answer) -> list[str]:
+    """Sentences on the prefixes that turns find in the cache, beside those of BF16, and on waits for tools."""
+    picked, own = answer.picked, answer.picked.turns
+    if own is None:
+        return []
+    sentence = (
+        f"Turns: the prefix cache has {own['hit_share']:.1%} of the prompts' tokens. {own['again_tokens']:,} tokens of "
+        "earlier turns are computed again"
+    )
+    baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
+    if baseline is not None and baseline is not picked and baseline.turns is not None:
+        sentence += f", and with bf16 {baseline.turns['again_tokens']:,}"
+    waits = f"For {own['tool_share']:.1%} of the rollout the engine has nothing to do but wait for tools."
+    return [f"{sentence}.", waits, "A rollout with turns was not measured: this is the model's."]
 
 
 def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:

@@ -70,7 +70,6 @@ def plan(request: PlanRequest) -> Plan:
 
 def predict(request: PlanRequest) -> Prediction:
     """The Plan of a request, with the rollouts behind it. Raises as `plan` does."""
-    _check_simulated(request.workload)
     card, limits, budget = request.card, request.engine, request.risk_budget
     risky = check_share(card, limits)
     alone, warnings = _profile(request)
@@ -87,7 +86,8 @@ def predict(request: PlanRequest) -> Prediction:
     best = tried[chosen]
     for index in ruled_out(tried, chosen, budget):
         tried[index] = replace(tried[index], way=way_of(tried[index], request, used))
-    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
+    turns = request.batch.turns is not None
+    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline, turns)
     bound, corrections = recommended_tis(best.expected, request.batch.responses, budget=budget)
     answer = Answer(choices, chosen, rollouts, used, budget, baseline, observed=bool(seen))
     reasons = explain(answer, best.expected, corrections, request, tried)
@@ -117,15 +117,6 @@ def predict(request: PlanRequest) -> Prediction:
         engine_version=request.vllm,
     )
     return Prediction(planned, tuple(tried), request, used)
-
-
-def _check_simulated(workload: Workload) -> None:
-    """Raise ConfigError for a workload of several turns, which no schedule has yet."""
-    if workload.turns is not None:
-        raise ConfigError(
-            "the workload has turns, and a plan of them is not simulated yet; give lengths of whole responses "
-            "(--response-lengths), or a recorded rollout of single turns"
-        )
 
 
 def _profile(request: PlanRequest) -> tuple[Profile, list[str]]:

@@ -38,8 +38,8 @@ def check_turns(
     turns.check(responses)
     if turns.dropped.any():
         raise ConfigError(
-            "the next prompt leaves out tokens of a turn (dropped), which the scheduler does not simulate; "
-            "allowed: dropped = 0 for every turn"
+            "the next prompt leaves out tokens of a turn (reasoning_share, dropped), which is not simulated yet; "
+            "allowed: reasoning_share = 0"
         )
     if clock is None:
         raise ConfigError("a batch with turns needs the seconds of each step; give clock")

@@ -188,6 +188,11 @@ def tune(request: TuneRequest) -> Plan:
 
 def search(request: TuneRequest) -> Tuned:
     """The plans before and after the search of `tune`. Raises as `tune` does."""
+    if request.workload.turns is not None:
+        raise ConfigError(
+            "the workload has turns, whose limits are not tuned yet; plan them, and change a limit at a time: "
+            "fp8plan plan MODEL --turns ... --max-num-seqs N"
+        )
     if request.speculation is not None:
         request.speculation.check(request.shape)
     quiet = replace(request, progress=iter)

@@ -1,0 +1,118 @@
+"""Plans of trajectories with several turns: waits for tools, and prefixes that the cache keeps or loses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.distributions import LogNormal
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.rollout import makespans, rollout, schedules_of_turns, simulate
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.trajectories import Turns
+from fp8plan.model.tune.search import tune
+from fp8plan.model.workload import Workload
+
+DENSE, GPU = "Qwen/Qwen3-8B", "h200_sxm"
+TURNS = Turns(6, LogNormal(300, 0.8, 2000), 200, LogNormal(2, 1, 60))
+WORK = Workload(16, 8, 800, turns=TURNS)
+STARVED = EngineLimits(gpu_memory_utilization=0.32)  # in BF16 DENSE has no room for the contexts of all trajectories
+
+
+def by_precision(answer: Plan) -> dict[str, Choice]:
+    return {choice.precision: choice for choice in answer.choices}
+
+
+def turns_of(choice: Choice) -> dict[str, float]:
+    assert choice.turns is not None
+    return choice.turns
+
+
+def test_an_ample_cache_keeps_every_prefix() -> None:
+    answer = plan(DENSE, GPU, WORK)
+    for choice in answer.choices:
+        assert turns_of(choice)["again_tokens"] == 0
+        assert turns_of(choice)["hit_share"] > 0.7
+    assert Plan.from_json(answer.to_json()) == answer
+
+
+def test_a_cache_in_fp8_keeps_more_prefixes_and_gains_more_than_in_single_turns() -> None:
+    bf16, fp8 = (by_precision(plan(DENSE, GPU, WORK, limits=STARVED))[name] for name in ("bf16", "fp8_kv"))
+    assert turns_of(fp8)["again_tokens"] < 0.5 * turns_of(bf16)["again_tokens"]
+    assert turns_of(fp8)["hit_share"] > turns_of(bf16)["hit_share"]
+    ample = by_precision(plan(DENSE, GPU, WORK))["fp8_kv"]
+    assert fp8.speedup is not None and ample.speedup is not None
+    assert fp8.speedup > ample.speedup + 0.1
+
+
+def test_the_sentences_compare_with_bf16() -> None:
+    answer = plan(DENSE, GPU, WORK, limits=STARVED)
+    again = f"{turns_of(by_precision(answer)['bf16'])['again_tokens']:,}"
+    assert any(reason.startswith("Turns: ") and f"with bf16 {again}." in reason for reason in answer.reasons)
+
+
+def test_longer_waits_lengthen_a_rollout_by_idle_time() -> None:
+    waits = [with_waits(seconds) for seconds in (0.0, 5.0, 20.0)]
+    choices = [by_precision(plan(DENSE, GPU, work))["bf16"] for work in waits]
+    shares = [turns_of(choice)["tool_share"] for choice in choices]
+    assert shares[0] == 0
+    assert shares == sorted(shares) and shares[-1] > 0.5
+    for (shorter, choice), (longer, other) in pairwise(zip((0.0, 5.0, 20.0), choices, strict=True)):
+        assert choice.makespan_s is not None and other.makespan_s is not None
+        assert 0 < other.makespan_s - choice.makespan_s <= 5 * (longer - shorter) + 1  # five waits of each trajectory
+
+
+def with_waits(seconds: float) -> Workload:
+    return Workload(4, 2, 800, turns=Turns(6, 300, 200, seconds))
+
+
+def test_fewer_trajectories_at_once_keep_more_prefixes() -> None:
+    few = Workload(16, 8, 800, turns=Turns(6, TURNS.turn_tokens, 200, TURNS.tool_s, concurrent=16))
+    all_at_once, capped = (by_precision(plan(DENSE, GPU, x, limits=STARVED))["bf16"] for x in (WORK, few))
+    assert turns_of(capped)["again_tokens"] < turns_of(all_at_once)["again_tokens"]
+
+
+def test_replicas_share_the_trajectories_that_run_at_once() -> None:
+    batch = Workload(16, 8, 800, turns=Turns(2, 30, 20, 1.0, concurrent=9)).batch()
+    parts = batch.split(4)
+    assert [part.turns.concurrent for part in parts if part.turns] == [3] * 4
+    assert sum(len(part.prompts) for part in parts) == 128
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
+def test_the_makespan_is_that_of_the_model_asked_at_every_step(precision: str) -> None:
+    setup = EngineSetup(DENSE, GPU, precision, STARVED)
+    batch, profile = WORK.batch(), load_profile(setup.gpu, setup.engine_version)[0]
+    runs = simulate(setup.holding(batch.longest), batch, profile)
+    (single,) = schedules_of_turns([batch], runs.memory.kv, runs.model, longest_run=1)
+    assert single.num_steps == runs.rollout.num_steps
+    one_by_one = rollout([single], runs.model)
+    assert runs.rollout.makespan_s == pytest.approx(one_by_one.makespan_s, rel=2e-3)
+    assert makespans([[single]], runs.model) == pytest.approx([one_by_one.makespan_s])
+    assert one_by_one.parts["tools"] == pytest.approx(single.idle_s.sum() / one_by_one.makespan_s)
+
+
+def test_the_tail_is_the_time_with_few_trajectories_left() -> None:
+    level = Workload(16, 8, 800, turns=Turns(6, 300, 200, 1.0, concurrent=32))
+    assert by_precision(plan(DENSE, GPU, level))["bf16"].tail_fraction < 0.2  # type: ignore[operator]
+
+
+def test_what_is_not_simulated_is_refused() -> None:
+    dropped = Workload(4, 2, 800, turns=Turns(6, 300, 200, 1.0, reasoning_share=0.5))
+    with pytest.raises(ConfigError, match="allowed: reasoning_share = 0"):
+        plan(DENSE, GPU, dropped)
+    with pytest.raises(ConfigError, match="whose limits are not tuned yet; plan them"):
+        tune(DENSE, GPU, WORK)
+
+
+def test_a_batch_of_turns_counts_tool_tokens_in_its_lengths() -> None:
+    batch = WORK.batch()
+    assert batch.turns is not None
+    np.testing.assert_array_equal(batch.lengths, batch.prompts + batch.responses + 5 * 200)
