@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
+from fp8plan.model.cost.clock import Clock
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
 from fp8plan.model.cost.routes import route_end_cost
-from fp8plan.model.cost.clock import Clock
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan

@@ -137,8 +137,7 @@ class Choice:
                           is ruled out has some; None: it is allowed, or nothing helps
     routed_experts:       bytes of the experts that its engines return: {"token", "device", "host", "rollout"}, as in
                           RouteBytes of fp8plan.model.cost.routes; None: they return none
-    turns:                of trajectories with several turns: {"hit_share", "again_tokens", "tool_share"}, as in Rollout;
-                          None: each response has one turn
+    turns:                {"hit_share", "again_tokens", "tool_share"} as in Rollout; None: each response has one turn
     """
 
     precision: str

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.errors import ProfileError
 from fp8plan.model.attention_backend import TRITON_NAMED
 from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored

@@ -378,7 +378,7 @@ def _seconds(fields: dict[str, Any]) -> float:
 def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     gpu = find_gpu(fields["gpu"]).name
     same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch[:3])]
-    same += [column.tolist() for column in batch.turns or ()]
+    same += [] if batch.turns is None else [column.tolist() for column in batch.turns[:-1]]  # records have no cap
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []

@@ -48,7 +48,8 @@ def test_a_cache_in_fp8_keeps_more_prefixes_and_gains_more_than_in_single_turns(
     assert turns_of(fp8)["again_tokens"] < 0.5 * turns_of(bf16)["again_tokens"]
     assert turns_of(fp8)["hit_share"] > turns_of(bf16)["hit_share"]
     ample = by_precision(plan(DENSE, GPU, WORK))["fp8_kv"]
-    assert fp8.speedup is not None and ample.speedup is not None
+    assert fp8.speedup is not None
+    assert ample.speedup is not None
     assert fp8.speedup > ample.speedup + 0.1
 
 
@@ -63,10 +64,11 @@ def test_longer_waits_lengthen_a_rollout_by_idle_time() -> None:
     choices = [by_precision(plan(DENSE, GPU, work))["bf16"] for work in waits]
     shares = [turns_of(choice)["tool_share"] for choice in choices]
     assert shares[0] == 0
-    assert shares == sorted(shares) and shares[-1] > 0.5
-    for (shorter, choice), (longer, other) in pairwise(zip((0.0, 5.0, 20.0), choices, strict=True)):
-        assert choice.makespan_s is not None and other.makespan_s is not None
-        assert 0 < other.makespan_s - choice.makespan_s <= 5 * (longer - shorter) + 1  # five waits of each trajectory
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.5
+    makespans_s = [choice.makespan_s or 0.0 for choice in choices]
+    for (shorter, makespan), (longer, other) in pairwise(zip((0.0, 5.0, 20.0), makespans_s, strict=True)):
+        assert 0 < other - makespan <= 5 * (longer - shorter) + 1  # five waits of each trajectory
 
 
 def with_waits(seconds: float) -> Workload:
