@@ -75,7 +75,8 @@ def _ended(plan: Schedule) -> IntArray:
 def _first_rows(plan: Schedule, done: int, part: int) -> Schedule:
     """The schedule up to a cut, with `part` steps of the row after those that are done; at least a step in all."""
     rows = max(1, done + (part > 0))
-    columns: dict[str, Any] = {f.name: getattr(plan, f.name)[:rows] for f in fields(plan) if f.type == "IntArray"}
+    by_row = [f.name for f in fields(plan) if f.type in ("IntArray", "FloatArray")]
+    columns: dict[str, Any] = {name: getattr(plan, name)[:rows] for name in by_row}
     windows = tuple(replace(x, **{name: getattr(x, name)[:rows] for name in READS}) for x in plan.windows)
     if rows > done:
         before, after = int(plan.steps[done]), max(1, part)
