@@ -15,14 +15,21 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 (fp8plan.model.tune.speculation).
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
-than half a second. `State` in state.py is the reference, which serves where there is no compiler. It is
-hundreds of times slower.
+than a second. `State` in state.py is the reference, for machines without a compiler. It is hundreds of times slower.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,9 +39,9 @@ from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
-from fp8plan.model.schedule.compiled import ClockInC, Numbers, Seconds, compiled
 from fp8plan.model.schedule.loop import check_turns
 from fp8plan.model.schedule.rows import COLUMNS, TURN_COLUMNS
+from fp8plan.model.schedule.turns_in_c import TurnsInC
 from fp8plan.model.turns import TurnTable
 
 
@@ -156,23 +163,26 @@ def schedule(
     added = responses if turns is None else turns.added
     least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
     work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
-    timed_by = None if turns is None else clock
-    made = run_compiled(*work, timed_by, concurrent) or run_reference(*work, timed_by, concurrent)
+    made = run_compiled(*work, clock, concurrent) or run_reference(*work, clock, concurrent)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
         requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
-        blocks_wanted=None if timed_by or made.pool_mattered else max(num_blocks - made.least_free, least_pool),
+        blocks_wanted=None
+        if turns is not None or made.pool_mattered
+        else max(num_blocks - made.least_free, least_pool),
         windows=made.windows,
         ended=made.ended,
         timed=turns is not None,
     )
 
 
+Numbers = ctypes.POINTER(ctypes.c_int64)
 KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # numbers of kinds in c/state.h
 TOO_FEW_BLOCKS = -2
+FLAGS = ("-O1", "-ffp-contract=off", "-shared", "-fPIC")  # without fused multiply-adds the clock has Python's bits
 
 
 class Run(NamedTuple):
@@ -214,22 +224,14 @@ def run_compiled(
     clock: Clock | None = None,
     concurrent: int | None = None,
 ) -> Run | None:
-    """Simulate in C. None where it is not compiled, or finds no memory. Arguments are as in `run_reference`."""
+    """Simulate in C as `run_reference` does. None where it is not compiled, or finds no memory."""
     library = compiled()
     if library is None:
         return None
-    table = TurnTable.single(responses) if turns is None else turns
     windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
     specs = [
-        (
-            KINDS[group.kind],
-            group.block_size,
-            group.window,
-            group.checkpoints,
-            admission_cap(group, limits),
-            groups.index(group),
-        )
-        for group in groups
+        (KINDS[g.kind], g.block_size, g.window, g.checkpoints, admission_cap(g, limits), groups.index(g))
+        for g in groups
     ]
     settings = (
         num_blocks,
@@ -242,17 +244,15 @@ def run_compiled(
         rules.retain_all,
         rules.leaves_one,
         rules.holders_wait,
-        concurrent or len(prompts),
     )
-    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows), len(table.generated)
+    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
     kinds = [(KINDS[kind], window) for kind, window in windows]
-    tables = (counts, prompts, prompt_ids, table.first, table.generated, table.tool, settings, specs, kinds)
+    tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
     arrays = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
     pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]
-    wait_s = np.ascontiguousarray(table.wait_s, dtype=np.float64)
-    timed_by = None if clock is None else ctypes.byref(ClockInC(clock))
-    made = library.fp8plan_schedule(*pointers, wait_s.ctypes.data_as(Seconds), timed_by, ctypes.byref(rows))
+    timed = None if turns is None or clock is None else TurnsInC(turns, clock, concurrent or len(prompts))
+    made = library.fp8plan_schedule(*pointers, timed, ctypes.byref(rows))
     if made == TOO_FEW_BLOCKS:
         from fp8plan.model.schedule.pool import too_few_blocks
 
@@ -267,6 +267,38 @@ def run_compiled(
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
     return Run(columns, work, ended, least_free, any(facts_of_pool))
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    """The library that this machine's C compiler made of c/scheduler.c, in the user's cache folder; None without one.
+
+    The environment variable CC names another compiler, or, if it is empty, none.
+    """
+    source = Path(__file__).with_name("c") / "scheduler.c"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler:
+        return None
+    texts = [path.read_text(encoding="utf-8") for path in sorted(source.parent.iterdir())]
+    made_from = "\n".join([platform.platform(), *compiler, *texts])
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8plan"
+        library = folder / f"scheduler-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.so"
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                made = Path(temporary) / library.name
+                command = [*compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
+                made.replace(library)  # in one go: another process may be about to load it
+        loaded = ctypes.CDLL(str(library))
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
+        return None
+    loaded.fp8plan_schedule.restype = ctypes.c_int64
+    arrays = [Numbers] * 9  # seven tables, the facts, and the rows that end requests
+    loaded.fp8plan_schedule.argtypes = [*arrays, ctypes.POINTER(TurnsInC), ctypes.POINTER(Numbers)]
+    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
+    return loaded
 
 
 def run_reference(

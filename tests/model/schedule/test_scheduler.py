@@ -21,8 +21,7 @@ from scheduled_batches import BLOCK, ENDED_PREEMPTED, IDLE_PREEMPTION, blocks_fo
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.compiled import compiled
-from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.schedule.scheduler import compiled, schedule
 from fp8plan.model.workload import Batch
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")

@@ -86,7 +86,7 @@ static void begin_shared(State *s, number prompts) {
         if (siblings[s->prompt_of[i]] > 1) s->shared[i] = s->prompts[i] / size;
 }
 
-static void begin_requests(State *s, const number *prompts) {
+static void begin_requests(State *s, const number *prompts, const number *responses) {
     number n = s->requests;
     number **zeroed[] = {&s->final, &s->length, &s->target, &s->computed, &s->junction, &s->last_tokens,
                          &s->hashed, &s->steady_from, &s->finished, &s->leaving, &s->prompts, &s->turn,
@@ -104,12 +104,12 @@ static void begin_requests(State *s, const number *prompts) {
     s->refused_changes = NONE;
     s->arrivals = zeros(s, n, sizeof(Arrival));
     s->head = n;
-    s->begun = least(s->settings.concurrent, n);
+    s->num_turns = s->turns ? s->turns->num_turns : n;
+    s->begun = s->turns ? least(s->turns->concurrent, n) : n;
     for (number i = 0; i < n; i++) {
-        number turn = s->turn[i] = s->turns.first[i], end = s->turns.first[i + 1];
         s->prompts[i] = s->length[i] = s->target[i] = prompts[i];
-        s->final[i] = s->last_final[i] = prompts[i] + s->turns.generated[turn] - 1;
-        for (; turn + 1 < end; turn++) s->last_final[i] += s->turns.tool[turn] + s->turns.generated[turn + 1];
+        s->final[i] = s->last_final[i] = prompts[i] + responses[i] - 1;
+        if (s->turns) begin_turns(s, i);
         if (i < s->begun) join_queue(s, i);
     }
 }
@@ -154,30 +154,26 @@ void fp8plan_columns(number *rows, number num_rows, number num_columns, number *
 /* Simulate a batch. Returns the number of rows; NO_MEMORY, also if the state contradicts itself; or TOO_FEW_BLOCKS if a
    request does not find the blocks that it needs in a pool that it has to itself.
 
-   counts:    of requests, prompts, groups, windows and turns
+   counts:    of requests, prompts, groups and windows
    prompts:   tokens of each request; of a trajectory, in its first turn
    prompt_of: the prompt of each request
-   first:     the first turn of each request; then, by turn, columns of a TurnTable
    windows:   the distinct windows among the groups
    facts:     receives what the pool meant to the schedule
    ended:     receives the row that ended each request
-   clock:     NULL if no request arrives later than at the start
+   turns:     NULL if each request has one, and all wait at the start
    rows:      receives the columns row by row, for fp8plan_columns */
-number fp8plan_schedule(const number *counts, const number *prompts, const number *prompt_of, const number *first,
-                        const number *generated, const number *tool, const Settings *settings, const Spec *specs,
-                        const Window *windows, Facts *facts, number *ended, const double *wait_s, const Clock *clock,
-                        number **rows) {
+number fp8plan_schedule(const number *counts, const number *prompts, const number *responses, const number *prompt_of,
+                        const Settings *settings, const Spec *specs, const Window *windows, Facts *facts,
+                        number *ended, const Turns *turns, number **rows) {
     State *s = calloc(1, sizeof(State));
     if (!s) return NO_MEMORY;
     s->requests = counts[0], s->num_groups = counts[2], s->num_meters = counts[3];
-    s->num_turns = counts[4];
-    s->turns = (Turns){first, generated, tool, wait_s};
-    s->clock = clock;
+    s->turns = turns;
     s->settings = *settings;
     s->facts = facts;
     s->prompt_of = prompt_of, s->ended = ended;
     if (!setjmp(s->failed)) {
-        begin_requests(s, prompts);
+        begin_requests(s, prompts, responses);
         begin_pool(s, specs, counts[1]);
         begin_shared(s, counts[1]);
         begin_chunks_of_states(s);

@@ -25,16 +25,13 @@ static const number NEVER = (number)1 << 62; /* a step that does not come, and b
 
 typedef struct {
     number num_blocks, caching, max_num_batched_tokens, max_num_seqs, reserve_full_prompt, lag, longest;
-    number retain_all, leaves_one, holders_wait, concurrent;
+    number retain_all, leaves_one, holders_wait;
 } Settings;
 
 /* cap: the most blocks that the check of a whole prompt asks for, or NONE; first_equal: the first group of this spec */
 typedef struct { number kind, block_size, window, checkpoints, cap, first_equal; } Spec;
 
 typedef struct { number kind, window; } Window;
-
-/* turns.TurnTable. wait_s is by turn, like generated and tool. */
-typedef struct { const number *first, *generated, *tool; const double *wait_s; } Turns;
 
 typedef struct { double seconds, least; } Costs;
 
@@ -44,6 +41,14 @@ typedef struct {
     const double *launches, *host, *depths;
     number kinds, decode_rows, chunk_rows, num_depths, size_step, overlaps, leads, on_cpu;
 } Clock;
+
+/* turns.TurnTable, with the most trajectories at once. wait_s is by turn, like generated and tool. */
+typedef struct {
+    const number *first, *generated, *tool;
+    const double *wait_s;
+    number num_turns, concurrent;
+    Clock clock;
+} Turns;
 
 typedef struct { number least_free, refused, hit_freed_blocks, missed_evicted; } Facts;
 
@@ -165,14 +170,13 @@ typedef struct {
     number *finished, num_finished, *leaving, num_leaving;
     Heap finishes;
     /* turns and time */
-    Turns turns;
+    const Turns *turns; /* NULL: each request has one, and all wait at the start */
     number num_turns, begun, arrived, away, again_tokens; /* begun: trajectories; arrived: requests */
     number *turn, *last_final; /* by trajectory: its turn; the tokens computed at the end of its last one */
     number *rank;    /* by request: its number in order of arrival; NONE: it is still to arrive */
     number *earlier; /* by request: tokens of earlier turns that the prefix cache may have */
     Arrival *arrivals;
     number num_arrivals;
-    const Clock *clock; /* NULL: no request arrives later than at the start */
     Times times, times_before; /* now, and before the row */
     double idle_s;             /* that the engine has waited since the last row */
     number timed, *timed_row;  /* steps of the row that have passed; the last of them as a row of its own */

@@ -70,14 +70,14 @@ static void pass_decode(State *s, number step) {
         row[COLUMNS + WINDOW_COLUMNS * i + WINDOW_DECODE] = reads;
     }
     s->times.ahead = 0.0;
-    pass(s, step_seconds(s->clock, row, &s->times.ahead));
+    pass(s, step_seconds(&s->turns->clock, row, &s->times.ahead));
 }
 
 /* Let the steps of the last row pass. Those of a run have passed. A row of one step follows the row before. */
 static void pass_row(State *s, number steps) {
-    if (s->clock && steps == 1) {
+    if (s->turns && steps == 1) {
         if (s->timed) s->times = s->times_before;
-        pass(s, step_seconds(s->clock, s->rows + s->columns * (s->num_rows - 1), &s->times.ahead));
+        pass(s, step_seconds(&s->turns->clock, s->rows + s->columns * (s->num_rows - 1), &s->times.ahead));
     }
     s->timed = 0;
     s->idle_s = 0.0;
@@ -274,7 +274,7 @@ static void run(State *s) {
         step(s);
         return;
     }
-    if (s->keeps_all && s->settings.reserve_full_prompt && !s->clock) {
+    if (s->keeps_all && s->settings.reserve_full_prompt && !s->turns) {
         steps = run_takes(s, wanted);
         wanted = steps;
     }
@@ -290,7 +290,7 @@ static void run(State *s) {
             return;
         }
         looked_at = s->changes;
-        if (!s->clock) continue;
+        if (!s->turns) continue;
         pass_decode(s, steps);
         if (sees_arrival(s)) wanted = steps + 1;
     }

@@ -17,12 +17,23 @@ static void join_queue(State *s, number request) {
     s->head_needs = 0;
 }
 
+/* Let a trajectory be in its first turn. */
+static void begin_turns(State *s, number request) {
+    const Turns *turns = s->turns;
+    number turn = turns->first[request], computed = s->prompts[request] + turns->generated[turn] - 1;
+    s->turn[request] = turn;
+    s->final[request] = computed;
+    for (; turn + 1 < turns->first[request + 1]; turn++) computed += turns->tool[turn] + turns->generated[turn + 1];
+    s->last_final[request] = computed;
+}
+
 /* Let a trajectory go on when a tool has answered, or make room for another. */
 static void end_turn(State *s, number request) {
     number turn = s->turn[request];
-    if (turn + 1 < s->turns.first[request + 1]) {
+    if (!s->turns) return;
+    if (turn + 1 < s->turns->first[request + 1]) {
         s->away++;
-        expect(s, s->turns.wait_s[turn], request);
+        expect(s, s->turns->wait_s[turn], request);
     } else if (s->begun < s->requests) {
         expect(s, 0.0, s->begun++);
     }
@@ -31,12 +42,12 @@ static void end_turn(State *s, number request) {
 /* Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far. */
 static void begin_next_turn(State *s, number request) {
     number computed = s->final[request], turn = s->turn[request]++;
-    number prompt = computed + 1 + s->turns.tool[turn]; /* the last generated token was not computed */
+    number prompt = computed + 1 + s->turns->tool[turn]; /* the last generated token was not computed */
     number size = s->settings.caching ? s->groups->spec.block_size : 1;
     s->away--;
     s->earlier[request] = computed / size * size;
     s->prompts[request] = s->length[request] = s->target[request] = prompt;
-    s->final[request] = prompt + s->turns.generated[turn + 1] - 1;
+    s->final[request] = prompt + s->turns->generated[turn + 1] - 1;
 }
 
 /* Let the requests join the queue that the next step sees. */
