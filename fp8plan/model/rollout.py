@@ -56,8 +56,6 @@ class Rollout:
     preemptions:         preemptions of all replicas
     recomputed_tokens:   tokens whose KV a preemption dropped
     cached_tokens:       tokens that need no prefill, because the prefix cache has them
-    again_tokens:        tokens of earlier turns that are computed again, because the prefix cache has lost them
-    prefill_tokens:      tokens that are computed in prefill, also those above
     num_steps, tail_fraction, parts, extrapolated, timeline: of the slowest replica
     tail_fraction:       share of the makespan at its end in which no request waits, and fewer than a quarter of those
                          that could run together run
@@ -68,6 +66,9 @@ class Rollout:
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
     simulated:           share of the responses that were simulated; the others are assumed to go at their pace
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
+    turns:               of trajectories with several turns: "hit_share", the share of the tokens of all turns' prompts
+                         that the prefix cache has; "again_tokens" of earlier turns, which it has lost; "tool_share" of
+                         the makespan, in which the slowest replica has nothing to do
     """
 
     makespan_s: float
@@ -88,18 +89,7 @@ class Rollout:
     sampling_sd: float = 0.0
     cut: tuple[int, bool] = (1, False)
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
-    again_tokens: int = 0
-    prefill_tokens: int = 0
-
-    @property
-    def hit_share(self) -> float:
-        """Share of the tokens of all prompts that the prefix cache has; a turn's prompt has all tokens before it."""
-        return self.cached_tokens / (self.cached_tokens + self.prefill_tokens)
-
-    @property
-    def tool_share(self) -> float:
-        """Share of the makespan in which the slowest replica has nothing to do, because tools work."""
-        return self.parts.get("tools", 0.0)
+    turns: dict[str, float] | None = None
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -244,8 +234,6 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         preemptions=sum(p.num_preemptions for p in replicas),
         recomputed_tokens=sum(p.total(p.recomputed_tokens) for p in replicas),
         cached_tokens=sum(p.total(p.cached_tokens) for p in replicas),
-        again_tokens=sum(p.total(p.again_tokens) for p in replicas),
-        prefill_tokens=sum(p.total(p.prefill_tokens) for p in replicas),
         tail_fraction=float(seconds[slowest][tail].sum() / makespan),
         parts=_shares({name: float(part.sum()) for name, part in breakdown.items()}),
         tail_parts=_shares({name: float(part[tail].sum()) for name, part in breakdown.items()}),
@@ -262,7 +250,17 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         sampling_sd=sampling,
         cut=model.cut,
         rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
+        turns=_of_turns(replicas, in_tools / makespan) if plan.timed else None,
     )
+
+
+def _of_turns(replicas: Sequence[Schedule], tool_share: float) -> dict[str, float]:
+    """`Rollout.turns`."""
+    cached, computed, again = (
+        sum(plan.total(getattr(plan, column)) for plan in replicas)
+        for column in ("cached_tokens", "prefill_tokens", "again_tokens")
+    )
+    return {"hit_share": cached / (cached + computed), "again_tokens": again, "tool_share": tool_share}
 
 
 def _beside_steps(plan: Schedule, model: StepModel) -> Cost:

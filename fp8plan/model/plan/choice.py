@@ -137,7 +137,7 @@ class Choice:
                           is ruled out has some; None: it is allowed, or nothing helps
     routed_experts:       bytes of the experts that its engines return: {"token", "device", "host", "rollout"}, as in
                           RouteBytes of fp8plan.model.cost.routes; None: they return none
-    turns:                {"hit_share", "again_tokens", "tool_share"} as in Rollout; None: each response has one turn
+    turns:                as in Rollout; None: each response has one turn
     """
 
     precision: str
@@ -337,28 +337,19 @@ def as_choices(
     profile: Profile,
     max_num_seqs: int,
     baseline: int | None = None,
-    turns: bool = False,
 ) -> tuple[Choice, ...]:
     """A Choice for each candidate, with its speed-up over the baseline, and over BF16 on the same layout.
 
     max_num_seqs: the plan's limit
-    turns:        the workload has turns
     """
     bf16 = {c.setup.limits.layout: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
     best = None if baseline is None else candidates[baseline]
-    choices = tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
-    if not turns:
-        return choices
-    return tuple(
-        choice if c.rollout is None else replace(choice, turns=_named(c.rollout, OF_TURNS))
-        for choice, c in zip(choices, candidates, strict=True)
-    )
+    return tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
 
 
 _OF_ROLLOUT = (
-    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s preemptions tail_fraction rests_on"
+    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s preemptions tail_fraction rests_on turns"
 ).split()
-OF_TURNS = ("hit_share", "again_tokens", "tool_share")
 _OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
 _OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 

@@ -14,6 +14,7 @@ from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Answer, Choice, SpeedUp, seconds, several_layouts
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
+from fp8plan.model.plan.turn_sentences import turn_sentences
 from fp8plan.model.plan.ways import sentence
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
@@ -161,7 +162,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *_of_turns(answer),
+        *turn_sentences(answer),
         *_left_in_bf16(choices, in_fp8),
         *_returned_experts(picked),
         *([shape.note] if shape.note else []),
@@ -175,22 +176,6 @@ def explain(
         *(limits_matter(tried[answer.chosen].setup, timed) if tried else ()),
         *(sync_sentences(tried, tried[answer.chosen], request.sync) if tried and request.sync else ()),
     )
-
-
-def _of_turns(answer: Answer) -> list[str]:
-    """Sentences on the prefixes that turns find in the cache, beside those of BF16, and on waits for tools."""
-    picked, own = answer.picked, answer.picked.turns
-    if own is None:
-        return []
-    sentence = (
-        f"Turns: the prefix cache has {own['hit_share']:.1%} of the prompts' tokens. {own['again_tokens']:,} tokens of "
-        "earlier turns are computed again"
-    )
-    baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
-    if baseline is not None and baseline is not picked and baseline.turns is not None:
-        sentence += f", and with bf16 {baseline.turns['again_tokens']:,}"
-    waits = f"For {own['tool_share']:.1%} of the rollout the engine has nothing to do but wait for tools."
-    return [f"{sentence}.", waits, "A rollout with turns was not measured: this is the model's."]
 
 
 def _headline(answer: Answer, stored: Stored | None, remedies: Remedies) -> str:

@@ -86,8 +86,7 @@ def predict(request: PlanRequest) -> Prediction:
     best = tried[chosen]
     for index in ruled_out(tried, chosen, budget):
         tried[index] = replace(tried[index], way=way_of(tried[index], request, used))
-    turns = request.batch.turns is not None
-    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline, turns)
+    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
     bound, corrections = recommended_tis(best.expected, request.batch.responses, budget=budget)
     answer = Answer(choices, chosen, rollouts, used, budget, baseline, observed=bool(seen))
     reasons = explain(answer, best.expected, corrections, request, tried)
