@@ -36,6 +36,7 @@ TURN_COLUMNS = {  # their types; 0 without turns
     "again_tokens": np.int64,
     "idle_s": np.float64,  # seconds that the engine waited for a request before this row
 }
+TYPES = dict.fromkeys(COLUMNS, np.int64) | TURN_COLUMNS
 
 Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
 Work = dict[str, Any]  # of a step: arguments of `Clock.step` by name, without `ahead`
@@ -105,8 +106,7 @@ class Rows:
 
     def columns(self) -> dict[str, Array]:
         """Arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS."""
-        kinds = dict.fromkeys(COLUMNS, np.int64) | TURN_COLUMNS
-        return {name: np.array([row[name] for row in self._rows], dtype=kind) for name, kind in kinds.items()}
+        return {name: np.array([row[name] for row in self._rows], dtype=kind) for name, kind in TYPES.items()}
 
     def windows(self) -> tuple[WindowReads, ...]:
         """As in Schedule."""

@@ -40,7 +40,7 @@ from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
 from fp8plan.model.schedule.loop import check_turns
-from fp8plan.model.schedule.rows import COLUMNS, TURN_COLUMNS
+from fp8plan.model.schedule.rows import TYPES
 from fp8plan.model.schedule.turns_in_c import TurnsInC
 from fp8plan.model.turns import TurnTable
 
@@ -164,15 +164,14 @@ def schedule(
     least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
     work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
     made = run_compiled(*work, clock, concurrent) or run_reference(*work, clock, concurrent)
+    wanted = None if turns is not None or made.pool_mattered else max(num_blocks - made.least_free, least_pool)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
         requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
-        blocks_wanted=None
-        if turns is not None or made.pool_mattered
-        else max(num_blocks - made.least_free, least_pool),
+        blocks_wanted=wanted,
         windows=made.windows,
         ended=made.ended,
         timed=turns is not None,
@@ -246,9 +245,8 @@ def run_compiled(
         rules.holders_wait,
     )
     counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
-    kinds = [(KINDS[kind], window) for kind, window in windows]
-    tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
-    arrays = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in tables]
+    tables = (counts, prompts, responses, prompt_ids, settings, specs, [(KINDS[kind], size) for kind, size in windows])
+    arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
     pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]
     timed = None if turns is None or clock is None else TurnsInC(turns, clock, concurrent or len(prompts))
@@ -259,11 +257,10 @@ def run_compiled(
         raise too_few_blocks(num_blocks)
     if made < 0:
         return None
-    kinds_of = dict.fromkeys(COLUMNS, np.int64) | TURN_COLUMNS
-    bits = np.empty((len(kinds_of) + 3 * len(windows), made), dtype=np.int64)
+    bits = np.empty((len(TYPES) + 3 * len(windows), made), dtype=np.int64)
     library.fp8plan_columns(rows, made, len(bits), bits.ctypes.data_as(Numbers))
-    columns = {name: column.view(kind) for (name, kind), column in zip(kinds_of.items(), bits, strict=False)}
-    reads = [bits[at : at + 3] for at in range(len(kinds_of), len(bits), 3)]
+    columns = {name: column.view(kind) for (name, kind), column in zip(TYPES.items(), bits, strict=False)}
+    reads = [bits[at : at + 3] for at in range(len(TYPES), len(bits), 3)]
     work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
     return Run(columns, work, ended, least_free, any(facts_of_pool))
