@@ -68,7 +68,7 @@ CHOICE_KEYS = (
     "speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
     "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
     "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on max_num_seqs "
-    "remedy routed_experts"
+    "remedy routed_experts turns"
 ).split()
 
 

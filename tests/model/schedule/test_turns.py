@@ -243,7 +243,7 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
         schedule(*batch, *work, clock=EQUAL_STEPS, concurrent=0)
     with pytest.raises(ConfigError, match="concurrent is 5 for a batch without turns; allowed: None"):
         schedule(*batch._replace(turns=None), *work, concurrent=5)
-    with pytest.raises(ConfigError, match=r"leaves out tokens of a turn \(dropped\)"):
+    with pytest.raises(ConfigError, match=r"allowed: reasoning_share = 0"):
         schedule(*batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match="turns of trajectory 0 generate 4 tokens, but its response has 5"):
         schedule(*batch._replace(responses=np.array([5])), *work, clock=EQUAL_STEPS)
