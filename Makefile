@@ -78,6 +78,7 @@ fuzz: $(TEST_VENV)/.installed
 	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
 	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
 	FP8PLAN_GROUP_SEEDS=40 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_groups.py
+	FP8PLAN_TURN_SEEDS=600 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_turns.py -k vllms
 	FP8PLAN_COMPILED_SEEDS=5000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_compiled.py
 	CC="cc -g -fsanitize=address,undefined -fno-sanitize-recover" ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(cc -print-file-name=libasan.so)" \
