@@ -7,7 +7,8 @@
    - Steady requests take and free their blocks in a rhythm, so that a step moves all of them on at once.
    - What cannot have changed is not looked up again.
 
-   A request that is the only one of its prompt shares no block, so its prompt's blocks count as its own here.
+   A request that is the only one of its prompt shares no block, so its prompt's blocks count as its own here. A
+   trajectory is a request that comes back for each turn. What it has beyond the first turn's prompt is its own.
 */
 #include "steps.h"
 

@@ -12,9 +12,7 @@ static void join_queue(State *s, number request) {
     s->after[request] = nobody;
     s->rank[request] = s->arrived++;
     s->waiting++;
-    if (s->head != nobody) return;
-    s->head = request;
-    s->head_needs = 0;
+    if (s->head == nobody) s->head = request;
 }
 
 /* Let a trajectory be in its first turn. */
