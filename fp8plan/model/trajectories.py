@@ -56,7 +56,7 @@ class Turns:
         int | None, Option(PANEL, "trajectories that run at once; also of a --workload", "all of them")
     ]
     reasoning_share: Annotated[
-        float, Option(PANEL, "of each answer, dropped by the chat template; also of a --workload", "0")
+        float, Option(PANEL, "of each answer, dropped by the chat template; only 0 is simulated so far", "0")
     ]
 
     def __init__(
