@@ -62,6 +62,7 @@ class Quantity(NamedTuple):
 
 
 LENGTHS: Final = Quantity("lengths", "tokens", 1, MOST_TOKENS)
+ADDED: Final = LENGTHS._replace(least=0)  # tokens that a tool adds
 TURNS: Final = Quantity("turns", "turns", 1, MOST_TURNS)
 SECONDS: Final = Quantity("seconds", "seconds", 0, MOST_SECONDS, whole=False)
 

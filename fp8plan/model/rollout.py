@@ -66,9 +66,9 @@ class Rollout:
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
     simulated:           share of the responses that were simulated; the others are assumed to go at their pace
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
-    turns:               of trajectories with several turns: "hit_share", the share of the tokens of all turns' prompts
-                         that the prefix cache has; "again_tokens" of earlier turns, which it has lost; "tool_share" of
-                         the makespan, in which the slowest replica has nothing to do
+    turns:               of trajectories with several turns: "hit_share", the share of the tokens of admitted requests
+                         that the prefix cache has, also when they resume after a preemption; "again_tokens" of earlier
+                         turns, which it has not; "tool_share" of the makespan, in which the slowest replica is idle
     """
 
     makespan_s: float

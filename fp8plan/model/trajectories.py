@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.distributions import (
+    ADDED,
     LENGTHS,
     SECONDS,
     TURNS,
@@ -26,7 +27,7 @@ from fp8plan.options import Option, group_of
 
 # Field of Turns -> its quantity.
 QUANTITIES: Final[dict[str, Quantity]] = {
-    "turns": TURNS, "turn_tokens": LENGTHS, "tool_tokens": LENGTHS, "tool_s": SECONDS,
+    "turns": TURNS, "turn_tokens": LENGTHS, "tool_tokens": ADDED, "tool_s": SECONDS,
 }  # fmt: skip
 NEEDED: Final = "none: needed with --turns"
 WAITS: Final = "fixed:2 or lognormal:mean=2,sigma=1,max=60"
@@ -90,7 +91,7 @@ class Turns:
         first = np.append(0, np.cumsum(self.turns.draw(count, rng, TURNS)))
         turns = int(first[-1])
         generated = self.turn_tokens.draw(turns, rng, LENGTHS)
-        tool = self.tool_tokens.draw(turns, rng, LENGTHS)
+        tool = self.tool_tokens.draw(turns, rng, ADDED)
         wait_s = self.tool_s.draw(turns, rng, SECONDS)
         dropped = _dropped(generated, self.reasoning_share)
         return TurnTable(first, generated, tool, wait_s, dropped, self.concurrent).ended()
@@ -106,7 +107,7 @@ class LoggedTurns:
     tool_s:  seconds of the waits that the log does not have; None: it has all
     concurrent, reasoning_share: as in Turns
 
-    Raises ConfigError for waits that are neither known nor given, and for ones that are both.
+    Raises ConfigError if waits are unknown without tool_s, or all known with it.
     """
 
     table: TurnTable
@@ -124,7 +125,7 @@ class LoggedTurns:
         if self.tool_s is None:
             return
         if not unknown:
-            raise ConfigError(f"tool_s is {self.tool_s!r}, and the log says how long tools took; leave it out")
+            raise ConfigError("tool_s (--tool-s) is given, and the log says how long each tool took; leave it out")
         object.__setattr__(self, "tool_s", distribution_of("tool_s", self.tool_s, SECONDS))
 
     @property

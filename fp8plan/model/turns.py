@@ -83,7 +83,7 @@ class TurnTable(NamedTuple):
 
     @property
     def added(self) -> IntArray:
-        """Most tokens behind each trajectory's prompt, at the end of a turn, int64 of shape (trajectories,).
+        """Tokens after each trajectory's prompt, at the turn where they are most, int64 of shape (trajectories,).
 
         With drops an earlier turn may be longer than the last one.
         """

@@ -36,6 +36,13 @@ class Batch(NamedTuple):
         return self.prompts + (self.responses if self.turns is None else self.turns.added)
 
     @property
+    def at_once(self) -> int:
+        """The most requests that may run or wait at the same time."""
+        if self.turns is None or self.turns.concurrent is None:
+            return len(self.prompts)
+        return min(self.turns.concurrent, len(self.prompts))
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest request."""
         return int(self.lengths.max())
@@ -44,7 +51,7 @@ class Batch(NamedTuple):
         """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas.
 
         Replicas without a request are left out. If `replicas` does not divide the batch, samples of one prompt may be
-        parted. Each replica has its share of the trajectories that run at once, rounded up.
+        parted. The trajectories that may run at once are split like them; no replica has less than one.
         """
         if replicas == 1:
             return [self]
@@ -52,8 +59,13 @@ class Batch(NamedTuple):
         parts = [self.take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
         if self.turns is None or self.turns.concurrent is None:
             return parts
-        at_once = -(-self.turns.concurrent // replicas)
-        return [part._replace(turns=part.turns._replace(concurrent=at_once)) for part in parts if part.turns]
+        each, more = divmod(self.turns.concurrent, len(parts))
+        limited = []
+        for replica, part in enumerate(parts):
+            assert part.turns is not None
+            at_once = max(1, each + (1 if replica < more else 0))
+            limited.append(part._replace(turns=part.turns._replace(concurrent=at_once)))
+        return limited
 
     def take(self, rows: Any) -> Batch:
         """Some of the requests with their prompts renumbered. rows: an index of numpy's"""

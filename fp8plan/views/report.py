@@ -93,6 +93,8 @@ def _title(plan: Plan, several: bool) -> list[str]:
     where = f"{gpus} x {plan.gpu} ({layout})" if gpus > 1 else plan.gpu
     limit, longest = work["max_response_tokens"], work.get("longest_response_tokens")
     spread = f"longest {longest:,} of at most {limit:,}" if longest is not None else f"at most {limit:,}"
+    if "turns" in work:
+        spread = f"longest {longest:,}, with those of tools {limit:,}"
     upto = "" if work.get("prompt_lengths", {}).get("kind") == "fixed" else "up to "
     responses = f"{work['response_tokens']:,} response tokens: mean {work['mean_response_tokens']:,.0f}, {spread}"
     batch = f"{counted(work['prompts'], 'prompt')} x {counted(work['samples'], 'sample')}"
@@ -202,8 +204,8 @@ def _speed_legend(rows: Sequence[Choice], several: bool, baseline: str) -> str:
     turns = ""
     if any(c.turns is not None for c in rows):
         turns = (
-            " prefix hits: of the tokens of all turns' prompts. computed again: tokens of earlier turns that the cache "
-            "has lost. tools: time in which the engine waits for them."
+            " prefix hits: of the tokens of admitted requests. computed again: tokens of earlier turns that the cache "
+            "has not. tools: time in which the slowest replica is idle, because all its trajectories wait for tools."
         )
     return f"{over}{replicas}{whole} {tail}{turns}".strip()
 

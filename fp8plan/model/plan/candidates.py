@@ -195,7 +195,7 @@ def _placed(setup: EngineSetup, request: PlanRequest) -> Candidate:
         return Candidate(setup, reason if stored is None else f"{reason}; {instead}, or another GPU")
     size, whole_experts = setup.limits.cut
     shardable = why_not_shardable(setup.shape, setup.precision, size, request.target, whole_experts)
-    if reason := _idle(setup.limits, len(request.batch.prompts)) or _not_kept(setup) or shardable:
+    if reason := _idle(setup.limits, request.batch.at_once) or _not_kept(setup) or shardable:
         return Candidate(setup, reason)
     try:
         started, memory = setup.placed()
@@ -220,7 +220,7 @@ def _not_kept(setup: EngineSetup) -> str | None:
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:
-    """The reason why there are too many replicas for the requests; None if there are not."""
+    """The reason why there are too many replicas for the requests at once; None if there are not."""
     replicas = limits.data_parallel_size
     if replicas <= requests:
         return None

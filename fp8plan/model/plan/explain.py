@@ -132,7 +132,10 @@ def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
         costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
     if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:
         costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
-    return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",) if costs else ()
+    if not costs:
+        return ()
+    way = "fp8plan tune searches them" if rollout.turns is None else "try --concurrent N, and --max-num-seqs N"
+    return (f"Other limits may be faster: {', and '.join(costs)}. {way[0].upper()}{way[1:]}.",)
 
 
 def explain(
@@ -162,7 +165,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *turn_sentences(answer),
+        *(turn_sentences(answer, tried[answer.chosen].setup.limits) if tried else ()),
         *_left_in_bf16(choices, in_fp8),
         *_returned_experts(picked),
         *([shape.note] if shape.note else []),

@@ -165,8 +165,11 @@ def _bf16_of(record: Record, request: PlanRequest) -> bool:
 
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
+    described = workload.describe()
+    if batch.turns is not None:
+        described["mean_turn_tokens"] = float(np.mean(batch.turns.generated))
     return {
-        **workload.describe(),
+        **described,
         "mean_response_tokens": float(np.mean(batch.responses)),
         "longest_response_tokens": int(batch.responses.max()),
         "response_tokens": int(batch.responses.sum()),

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Answer
 
 
-def turn_sentences(answer: Answer) -> list[str]:
-    """Sentences on the prefixes that turns find in the cache, beside those of BF16, and on waits for tools."""
+def turn_sentences(answer: Answer, limits: EngineLimits) -> list[str]:
+    """Sentences on the prefixes that turns find in the cache, beside those of BF16, and on waits for tools.
+
+    limits: of the chosen engine
+    """
     picked, own = answer.picked, answer.picked.turns
     if own is None:
         return []
-    sentence = (
-        f"Turns: the prefix cache has {own['hit_share']:.1%} of the prompts' tokens. {own['again_tokens']:,} tokens of "
-        "earlier turns are computed again"
-    )
+    sentences = [f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of admitted requests."]
     baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
-    if baseline is not None and baseline is not picked and baseline.turns is not None:
-        sentence += f", and with bf16 {baseline.turns['again_tokens']:,}"
-    waits = f"For {own['tool_share']:.1%} of the rollout the engine has nothing to do but wait for tools."
-    return [f"{sentence}.", waits, "A rollout with turns was not measured: this is the model's."]
+    of_bf16 = 0.0 if baseline is None or baseline.turns is None else baseline.turns["again_tokens"]
+    if own["again_tokens"] or of_bf16:
+        again = f"{own['again_tokens']:,} tokens of earlier turns are computed again"
+        if baseline is not None and baseline is not picked:
+            again += f", and with bf16 {of_bf16:,}"
+        sentences.append(f"{again}.")
+    if own["tool_share"]:
+        sentences.append(
+            f"For {own['tool_share']:.1%} of the rollout the engine is idle, as all trajectories wait for tools."
+        )
+    if not limits.enable_prefix_caching:
+        sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
+    return [*sentences, "No rollout of turns was measured on a GPU. These are predictions."]

@@ -84,7 +84,7 @@ def test_fewer_trajectories_at_once_keep_more_prefixes() -> None:
 def test_replicas_share_the_trajectories_that_run_at_once() -> None:
     batch = Workload(16, 8, 800, turns=Turns(2, 30, 20, 1.0, concurrent=9)).batch()
     parts = batch.split(4)
-    assert [part.turns.concurrent for part in parts if part.turns] == [3] * 4
+    assert [part.turns.concurrent for part in parts if part.turns] == [3, 2, 2, 2]
     assert sum(len(part.prompts) for part in parts) == 128
 
 
@@ -99,6 +99,19 @@ def test_the_makespan_is_that_of_the_model_asked_at_every_step(precision: str) -
     assert runs.rollout.makespan_s == pytest.approx(one_by_one.makespan_s, rel=2e-3)
     assert makespans([[single]], runs.model) == pytest.approx([one_by_one.makespan_s])
     assert one_by_one.parts["tools"] == pytest.approx(single.idle_s.sum() / one_by_one.makespan_s)
+
+
+def test_more_replicas_than_trajectories_at_once_are_no_layout() -> None:
+    few = Workload(16, 8, 800, turns=Turns(6, 300, 200, 1.0, concurrent=4))
+    reasons = {c.data_parallel: c.reason for c in plan(DENSE, GPU, few, gpus=8).choices}
+    assert "8 replicas for 4 requests" in str(reasons[8])
+    assert reasons[4] is None
+
+
+def test_without_a_prefix_cache_the_plan_says_why_all_is_computed_again() -> None:
+    answer = plan(DENSE, GPU, WORK, limits=EngineLimits(enable_prefix_caching=False))
+    assert any("Prefix caching is off" in reason for reason in answer.reasons)
+    assert turns_of(answer.select())["hit_share"] == 0
 
 
 def test_the_tail_is_the_time_with_few_trajectories_left() -> None:

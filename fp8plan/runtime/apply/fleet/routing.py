@@ -127,6 +127,8 @@ def given_names(names: Sequence[Hashable], requests: int) -> list[Hashable]:
 
 
 def mean_response(workload: Mapping[str, Any]) -> float:
-    """Return the mean response of a plan's workload, in tokens; for a trace, whose plan has no mean, the longest."""
+    """Return the mean tokens of an answer in a plan's workload; for a trace, whose plan has no mean, the longest."""
+    if of_turn := workload.get("mean_turn_tokens"):
+        return float(of_turn)
     lengths = workload.get("response_lengths") or {}
     return float(lengths.get("mean") or lengths.get("tokens") or workload.get("max_response_tokens") or 1)

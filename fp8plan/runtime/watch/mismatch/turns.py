@@ -22,13 +22,17 @@ def turn_versions(
     length:   tokens of a row of padded log-probs, which begins with its first turn; None: log-probs are packed
 
     Returns int64 [trajectories, length], with 0 for padding, or [tokens] without a length.
-    Raises ConfigError for a trajectory with other turns in `versions` than in `tokens`, and for one that is too long.
+    Raises ConfigError for a trajectory with other turns in `versions` than in `tokens`, for one that is too long, and
+    for numbers that are not whole, or below 0.
     """
     if [len(turns) for turns in versions] != [len(turns) for turns in tokens]:
         raise ConfigError(
-            "versions and tokens have other turns; allowed: for each trajectory a list with a number for each turn, "
-            "as versions=[[7, 8]], tokens=[[120, 95]]"
+            "versions and tokens differ in their numbers of turns; allowed: for each trajectory a list with a number for "
+            "each turn, as versions=[[7, 8]], tokens=[[120, 95]]"
         )
+    numbers = [number for table in (versions, tokens) for turns in table for number in turns]
+    if wrong := [number for number in numbers if number != int(number) or number < 0]:
+        raise ConfigError(f"versions and tokens have {wrong[0]!r}; allowed: whole numbers of at least 0")
     rows = [np.repeat(np.asarray(one, np.int64), each) for one, each in zip(versions, tokens, strict=True)]
     if length is None:
         return np.concatenate([np.empty(0, np.int64), *rows])
