@@ -58,7 +58,7 @@ def test_a_recorded_rollout_of_turns_is_planned_and_not_tuned(fp8plan: Callable[
     refused(fp8plan(*words, "--turns", 3), "both --workload and --turns are given")
     planned = fp8plan(*words, "--tool-s", "fixed:1", "--concurrent", 1).out
     assert "140 response tokens: mean 70" in planned  # of two trajectories
-    assert "the engine has nothing to do but wait for tools" in planned
+    assert "the engine is idle, as all trajectories wait for tools" in planned
     refused(fp8plan("tune", *words[1:], "--tool-s", "fixed:1"), "whose limits are not tuned yet", "fp8plan plan MODEL")
     refused(fp8plan(*words, "--tool-s", "fixed:1", "--reasoning-share", 0.5), "allowed: reasoning_share = 0")
     Path("run.jsonl").write_text(json.dumps(json.loads(Path("run.jsonl").read_text()) | {"turns": None}))

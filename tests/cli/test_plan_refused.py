@@ -44,7 +44,10 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "absurd length": (["--response-lengths", f"fixed:{10**30}"], (str(10**30), "allowed: ")),
     "turns alone": (["--turns", "8"], ("need --turn-tokens, --tool-tokens, --tool-s", "type: --turns 8")),
     "a part of turns": (["--concurrent", "8"], ("turns need --turns, --turn-tokens", "type: --turns 8")),
-    "no tool": ([*TURNS[:4], "--tool-tokens", "fixed:0", *TURNS[6:]], ("tool_tokens: fixed number is 0", "1 to")),
+    "a negative tool": (
+        [*TURNS[:4], "--tool-tokens", "fixed:-1", *TURNS[6:]],
+        ("tool_tokens: fixed number is -1", "0 to"),
+    ),
     "a negative wait": ([*TURNS[:6], "--tool-s", "fixed:-1"], ("tool_s: fixed number is -1", "0 to 86,400")),
     "turns and lengths": (TURNS, ("both --turns and --response-lengths", "--turn-tokens has the lengths")),
     "unknown lengths": (["--response-lengths", "uniform:1,2"], ("'uniform:1,2'", "fixed:TOKENS", ".jsonl")),

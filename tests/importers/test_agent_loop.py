@@ -16,7 +16,7 @@ from fp8plan.importers.records import import_rollouts
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.validate.records import recorded_workload
 
-pytestmark = [pytest.mark.verl, pytest.mark.trl, pytest.mark.slow]
+pytestmark = [pytest.mark.verl, pytest.mark.trl]
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
 SCRIPTS = [[f"Let me see.\n{CALL}", CALL, "It is 12.<|im_end|>"], ["I know: 12.<|im_end|>"]]

@@ -196,9 +196,9 @@ def test_a_servers_rollout_is_all_calls_of_its_client() -> None:
     engine.guard, engine.guard_off, engine._status = None, None, {"kv_cache_tokens": 640}
     engine._judge = Judge(engine)
     with engine.rollout():
-        engine._count(Call(2.0, [([1, 2], 5), ([1, 2], 6)], 1, Sampling()))
-        engine._count(Call(3.0, [([1, 2, 9], 4)], 2, Sampling()))
-    engine._count(Call(9.0, [([1], 50)], 3, Sampling(temperature=0.0)))
+        engine._count(Call(2.0, [([1, 2], 5), ([1, 2], 6)], {"preemptions": 1}, Sampling()))
+        engine._count(Call(3.0, [([1, 2, 9], 4)], {"preemptions": 2}, Sampling()))
+    engine._count(Call(9.0, [([1], 50)], {"preemptions": 3}, Sampling(temperature=0.0)))
     seen = engine.observation
     assert seen is not None
     assert (list(seen.response_lengths), seen.preemptions, seen.kv_cache_tokens) == ([5, 6, 4], 3, 640)

@@ -149,7 +149,7 @@ def test_turns_describe_themselves_in_plain_data() -> None:
         ({"turns": LogNormal(0.5, 1, 9)}, "turns: lognormal mean is 0.5; allowed: a finite number of turns, 1 to"),
         ({"turn_tokens": Fixed(0)}, "turn_tokens: fixed number is 0; allowed: a whole number of tokens, 1 to"),
         ({"turn_tokens": "many"}, "turn_tokens is 'many'; allowed: a whole number of tokens, fp8plan.Fixed"),
-        ({"tool_tokens": Trace((3, 0), "here")}, "tool_tokens: the number in row 2 of here is 0; allowed: a whole"),
+        ({"tool_tokens": Trace((3, -1), "here")}, "tool_tokens: the number in row 2 of here is -1; allowed: a whole"),
         ({"tool_s": -0.5}, "tool_s is -0.5; allowed: a finite number of seconds, 0 to 86,400"),
         ({"tool_s": float("nan")}, "tool_s is nan; allowed: a finite number of seconds"),
         ({"tool_s": None}, "tool_s is None; allowed: a number of seconds, fp8plan.Fixed"),

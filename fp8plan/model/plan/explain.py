@@ -134,8 +134,8 @@ def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
         costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
     if not costs:
         return ()
-    way = "fp8plan tune searches them" if rollout.turns is None else "try --concurrent N, and --max-num-seqs N"
-    return (f"Other limits may be faster: {', and '.join(costs)}. {way[0].upper()}{way[1:]}.",)
+    way = "fp8plan tune searches them" if rollout.turns is None else "Try --concurrent N and --max-num-seqs N"
+    return (f"Other limits may be faster: {', and '.join(costs)}. {way}.",)
 
 
 def explain(
@@ -165,7 +165,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *(turn_sentences(answer, tried[answer.chosen].setup.limits) if tried else ()),
+        *turn_sentences(answer, all(c.setup.limits.enable_prefix_caching for c in tried)),
         *_left_in_bf16(choices, in_fp8),
         *_returned_experts(picked),
         *([shape.note] if shape.note else []),

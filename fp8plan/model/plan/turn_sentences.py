@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Answer
 
 
-def turn_sentences(answer: Answer, limits: EngineLimits) -> list[str]:
+def turn_sentences(answer: Answer, prefix_caching: bool) -> list[str]:
     """Sentences on the prefixes that turns find in the cache, beside those of BF16, and on waits for tools.
 
-    limits: of the chosen engine
+    prefix_caching: of the chosen engine
     """
     picked, own = answer.picked, answer.picked.turns
     if own is None:
@@ -26,6 +25,6 @@ def turn_sentences(answer: Answer, limits: EngineLimits) -> list[str]:
         sentences.append(
             f"For {own['tool_share']:.1%} of the rollout the engine is idle, as all trajectories wait for tools."
         )
-    if not limits.enable_prefix_caching:
+    if not prefix_caching:
         sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
     return [*sentences, "No rollout of turns was measured on a GPU. These are predictions."]

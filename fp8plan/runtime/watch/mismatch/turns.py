@@ -27,8 +27,8 @@ def turn_versions(
     """
     if [len(turns) for turns in versions] != [len(turns) for turns in tokens]:
         raise ConfigError(
-            "versions and tokens differ in their numbers of turns; allowed: for each trajectory a list with a number for "
-            "each turn, as versions=[[7, 8]], tokens=[[120, 95]]"
+            "versions and tokens differ in their numbers of turns; allowed: for each trajectory a list with a number "
+            "for each turn, as versions=[[7, 8]], tokens=[[120, 95]]"
         )
     numbers = [number for table in (versions, tokens) for turns in table for number in turns]
     if wrong := [number for number in numbers if number != int(number) or number < 0]:

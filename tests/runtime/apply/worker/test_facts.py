@@ -46,6 +46,7 @@ def facts_of(*layers: torch.nn.Module) -> dict[str, Any]:
     config = SimpleNamespace(
         model_config=SimpleNamespace(enforce_eager=False, quantization=None, is_moe=False),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
     model = torch.nn.Sequential(*layers)
     runner = SimpleNamespace(get_model=lambda: model)

@@ -61,7 +61,10 @@ def test_packed_turns_have_the_same_figures_as_padded_ones() -> None:
 
 def test_turns_that_do_not_fit_are_refused() -> None:
     for versions, tokens in (([[1, 2]], [[5]]), ([[1]], [[5], [6]])):
-        with pytest.raises(ConfigError, match="versions and tokens have other turns; allowed: for each trajectory"):
+        with pytest.raises(ConfigError, match="versions and tokens differ in their numbers of turns; allowed"):
             turn_versions(versions, tokens)
+    for number in (-1, 1.5):
+        with pytest.raises(ConfigError, match=f"have {number}; allowed: whole numbers of at least 0"):
+            turn_versions([[1, 2]], [[5, number]])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="trajectory 1 has 12 tokens; allowed: 10, the row's length"):
         turn_versions([[1], [1, 2]], [[5], [6, 6]], 10)
