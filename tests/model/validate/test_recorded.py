@@ -102,7 +102,7 @@ def test_what_the_log_lacks_is_asked_for_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tool_s is -1; allowed: a finite number of seconds, 0 to 86,400"):
         recorded_workload(file, tool_s=-1)
     known = written(tmp_path, ROLLOUT | {"turns": [[[tokens, 3, 1.0]] for tokens in ROLLOUT["response_lengths"]]})
-    with pytest.raises(ConfigError, match=r"tool_s is 2, and the log says how long tools took; leave it out"):
+    with pytest.raises(ConfigError, match=r"and the log says how long each tool took; leave it out"):
         recorded_workload(known, tool_s=2)
     with pytest.raises(ConfigError, match=r"--concurrent: the responses have one turn each; leave it out"):
         recorded_workload(written(tmp_path, ROLLOUT), concurrent=2)
