@@ -138,8 +138,11 @@ def test_ctrl_c_ends_a_plan_of_many_gpus(wait_s: float, tmp_path: Path) -> None:
     time.sleep(wait_s)
     os.killpg(process.pid, signal.SIGINT)
     try:
-        process.communicate(timeout=20)
+        printed, _ = process.communicate(timeout=20)
     finally:
         left = _left(process.pid, 5)
     assert not left
-    assert process.returncode in (130, 0)  # 0: it was done before
+    done = (
+        b"profile: " in printed
+    )  # the last line of a plan; then Python may be about to end, where SIGINT has no handler
+    assert process.returncode == 130 or (done and process.returncode in (0, -signal.SIGINT))
