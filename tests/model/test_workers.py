@@ -142,7 +142,6 @@ def test_ctrl_c_ends_a_plan_of_many_gpus(wait_s: float, tmp_path: Path) -> None:
     finally:
         left = _left(process.pid, 5)
     assert not left
-    done = (
-        b"profile: " in printed
-    )  # the last line of a plan; then Python may be about to end, where SIGINT has no handler
+    # A plan that has printed its last line is about to end. Then Python has no handler of SIGINT any more.
+    done = b"profile: " in printed
     assert process.returncode == 130 or (done and process.returncode in (0, -signal.SIGINT))
