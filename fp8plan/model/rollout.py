@@ -24,6 +24,7 @@ from fp8plan.model.memory.plan import MemoryPlan
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.schedule.sample import schedules_of
 from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
 
@@ -162,26 +163,15 @@ def schedules_of_turns(
     batches: Sequence[Batch], kv: KvPlan, model: StepModel, longest_run: int = 2**62
 ) -> list[Schedule]:
     """The schedule of each replica's trajectories. The model's steps decide what arrives when."""
-    clock = Clock.of(model, list(dict.fromkeys((spec.kind, spec.window) for spec in kv.specs if spec.window)))
-    return [
-        schedule(
-            *batch,
-            kv.usable_blocks,
-            model.limits,
-            longest_run,
-            groups=kv.specs,
-            rules=kv.cache_rules,
-            clock=clock,
-            concurrent=batch.turns.concurrent,
-        )
-        for batch in batches
-        if batch.turns
-    ]
+    clock = Clock.of(model, windows_of(kv.specs))
+    return [schedule_with(batch, kv, model.limits, longest_run, clock) for batch in batches]
 
 
-def schedule_with(batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62) -> Schedule:
-    """The schedule of a batch on an engine with this KV cache. longest_run: most steps in one row"""
-    return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules)
+def schedule_with(
+    batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62, clock: Clock | None = None
+) -> Schedule:
+    """The schedule of a batch on an engine with this KV cache. longest_run, clock: as in `schedule`"""
+    return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 
 IntArray = NDArray[np.int64]
@@ -105,6 +106,8 @@ class TurnTable(NamedTuple):
 
         responses: tokens that all turns of each trajectory generate, int64 of shape (trajectories,)
         """
+        if self.concurrent is not None:
+            whole("concurrent", self.concurrent, otherwise=", or None")
         turns, first, counts = len(self.generated), self.first, np.diff(self.first)
         for name, column in self._columns():
             if column.shape != (turns,):

@@ -11,6 +11,7 @@ from scheduled_batches import FAMILIES, blocks_needed
 from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 
@@ -65,10 +66,6 @@ def seconds_of(clock: Clock, *work: int) -> float:
     return clock.step(*work, windows=[(0, 0)] * (len(clock.decode) - 1))[0]
 
 
-def num_windows(groups: tuple[Spec, ...]) -> int:
-    return len({(group.kind, group.window) for group in groups if group.window})
-
-
 class Trace(NamedTuple):
     batch: Batch
     pool: int
@@ -76,7 +73,6 @@ class Trace(NamedTuple):
     groups: tuple[Spec, ...]
     retain_all: bool
     clock: Clock
-    concurrent: int | None
 
 
 def table(*trajectories: list[tuple[int, int, float]]) -> TurnTable:
@@ -147,5 +143,6 @@ def trace(seed: int, family: str = "full") -> Trace:
     pool = int(least * rng.choice([1.0, 1.5, 2.5, 6.0, 100.0])) + int(rng.integers(0, 4))
     concurrent = int(rng.integers(1, len(prompt_ids) + 1)) if rng.random() < 1 / 3 else None
     costs = (1.0,) if equal else (4e-3, 2.3e-5, 7.1e-8, 1.3e-9)
-    clock = linear_clock(*costs, windows=num_windows(groups))
-    return Trace(batch, pool, limits, groups, bool(rng.random() < 0.4), clock, concurrent)
+    clock = linear_clock(*costs, windows=len(windows_of(groups)))
+    batch = batch._replace(turns=turns._replace(concurrent=concurrent))
+    return Trace(batch, pool, limits, groups, bool(rng.random() < 0.4), clock)

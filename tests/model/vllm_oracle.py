@@ -268,7 +268,7 @@ class TimedStep(NamedTuple):
 class _Client:
     """Sends the requests of trajectories: the first ones at the start, the others when a tool has answered."""
 
-    def __init__(self, batch, concurrent: int | None, hasher) -> None:
+    def __init__(self, batch, hasher) -> None:
         self.hasher = hasher
         self.turns = batch.turns
         self.tokens = [_prompt(*each) for each in zip(batch.prompt_ids.tolist(), batch.prompts.tolist(), strict=True)]
@@ -276,7 +276,7 @@ class _Client:
         self.unsent = deque(range(len(self.tokens)))
         self.sent: list[tuple[float, int]] = []  # a heap of (seconds of arrival, trajectory)
         self.requests: dict[str, object] = {}
-        for _ in range(len(self.tokens) if concurrent is None else concurrent):
+        for _ in range(batch.turns.concurrent or len(self.tokens)):
             self._send_next(0.0)
 
     def _send_next(self, now: float) -> None:
@@ -377,7 +377,7 @@ class _Engine:
         return (output, result, max(begin, self.gpu_free)), bool(served)
 
 
-def run_turns(batch, num_blocks: int, limits, groups, retain_all: bool, clock, concurrent: int | None):
+def run_turns(batch, num_blocks: int, limits, groups, retain_all: bool, clock):
     """One TimedStep per engine step that serves anybody, until every trajectory has ended its last turn.
 
     clock: gives the seconds of a step, as in `schedule`
@@ -385,7 +385,7 @@ def run_turns(batch, num_blocks: int, limits, groups, retain_all: bool, clock, c
     longest = int((batch.prompts + batch.turns.added).max())
     max_model_len = max(longest, limits.max_num_batched_tokens)
     scheduler, hashed = _scheduler(limits, num_blocks, max_model_len, groups, retain_all, None)
-    client = _Client(batch, concurrent, _hasher(hashed, limits))
+    client = _Client(batch, _hasher(hashed, limits))
     engine = _Engine(scheduler, limits, num_blocks, clock)
     while engine.has_work or client.sent:
         if not engine.has_work:  # EngineCore waits for its input queue

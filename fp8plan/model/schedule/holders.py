@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.pool import Block, Pool
 
 
@@ -61,16 +59,3 @@ class HoldersWaitPool(Pool):
             if 0 <= number < len(self._tables[at][request].blocks)
             and self._tables[at][request].blocks[number] is not None
         ]
-
-
-def pool_of(
-    num_blocks: int,
-    groups: tuple[Spec, ...],
-    limits: EngineLimits,
-    prompts: list[int],
-    prompt_ids: list[int],
-    rules: CacheRules,
-) -> Pool:
-    """The pool of a version of vLLM."""
-    kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
-    return kind(num_blocks, groups, limits, prompts, prompt_ids, rules)

@@ -14,27 +14,24 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
-from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.rows import Rows, Work
+from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.turns import TurnTable
 
 
 def check_turns(
-    turns: TurnTable | None,
+    turns: TurnTable,
     responses: IntArray,
     limits: EngineLimits,
     groups: tuple[Spec, ...],
     clock: Clock | None,
-    concurrent: int | None,
 ) -> None:
     """Raise ConfigError for turns that are malformed, and for what is not simulated. Arguments as in `schedule`."""
-    if turns is None:
-        raise ConfigError(f"concurrent is {concurrent!r} for a batch without turns; allowed: None")
     turns.check(responses)
     if turns.dropped.any():
         raise ConfigError(
@@ -43,7 +40,7 @@ def check_turns(
         )
     if clock is None:
         raise ConfigError("a batch with turns needs the seconds of each step; give clock")
-    windows = len({(group.kind, group.window) for group in groups if group.window})
+    windows = len(windows_of(groups))
     tokens, requests, windows_timed = len(clock.tokens) - 1, clock.decode.shape[1] - 1, len(clock.decode) - 1
     if tokens < limits.max_num_batched_tokens or requests < limits.max_num_seqs or windows_timed != windows:
         raise ConfigError(
@@ -51,8 +48,6 @@ def check_turns(
             f"the engine's have up to {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests, with "
             f"{windows} windows; make it with Clock.of(model, windows) for this engine"
         )
-    if concurrent is not None:
-        whole("concurrent", concurrent, otherwise=", or None")
 
 
 class Times(NamedTuple):

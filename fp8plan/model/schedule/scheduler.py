@@ -42,6 +42,7 @@ from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
 from fp8plan.model.schedule.loop import check_turns
 from fp8plan.model.schedule.rows import TYPES
 from fp8plan.model.schedule.turns_in_c import TurnsInC
+from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.turns import TurnTable
 
 
@@ -138,7 +139,6 @@ def schedule(
     groups: tuple[Spec, ...] = (),
     rules: CacheRules = OF_0_30,
     clock: Clock | None = None,
-    concurrent: int | None = None,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
 
@@ -151,19 +151,18 @@ def schedule(
                         attention, with limits.block_size
     rules:              of the prefix cache of windows and states
     clock:              gives the seconds of a step; needed with turns, and not used without
-    concurrent:         most trajectories at once; the next one begins when one ends. None: all begin at the start
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled, and for turns that are malformed, drop tokens or come without a clock.
     """
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
-    if turns is not None or concurrent is not None:
-        check_turns(turns, responses, limits, groups, clock, concurrent)
+    if turns is not None:
+        check_turns(turns, responses, limits, groups, clock)
     added = responses if turns is None else turns.added
     least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
-    work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules
-    made = run_compiled(*work, clock, concurrent) or run_reference(*work, clock, concurrent)
+    work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules, clock
+    made = run_compiled(*work) or run_reference(*work)
     wanted = None if turns is not None or made.pool_mattered else max(num_blocks - made.least_free, least_pool)
     return Schedule(
         **made.columns,
@@ -221,13 +220,12 @@ def run_compiled(
     groups: tuple[Spec, ...],
     rules: CacheRules,
     clock: Clock | None = None,
-    concurrent: int | None = None,
 ) -> Run | None:
     """Simulate in C as `run_reference` does. None where it is not compiled, or finds no memory."""
     library = compiled()
     if library is None:
         return None
-    windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
+    windows = windows_of(groups)
     specs = [
         (KINDS[g.kind], g.block_size, g.window, g.checkpoints, admission_cap(g, limits), groups.index(g))
         for g in groups
@@ -249,7 +247,7 @@ def run_compiled(
     arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
     pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]
-    timed = None if turns is None or clock is None else TurnsInC(turns, clock, concurrent or len(prompts))
+    timed = None if turns is None or clock is None else TurnsInC(turns, clock)
     made = library.fp8plan_schedule(*pointers, timed, ctypes.byref(rows))
     if made == TOO_FEW_BLOCKS:
         from fp8plan.model.schedule.pool import too_few_blocks
@@ -309,15 +307,16 @@ def run_reference(
     groups: tuple[Spec, ...],
     rules: CacheRules,
     clock: Clock | None = None,
-    concurrent: int | None = None,
 ) -> Run:
-    """Simulate with `State`. longest: most steps in one row. clock, concurrent: as in `schedule`, with turns"""
-    from fp8plan.model.schedule.holders import pool_of
+    """Simulate with `State`. longest: most steps in one row. clock: as in `schedule`, with turns"""
+    from fp8plan.model.schedule.holders import HoldersWaitPool
+    from fp8plan.model.schedule.pool import Pool
     from fp8plan.model.schedule.state import State
 
-    pool = pool_of(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
+    kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
+    pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
     table = TurnTable.single(responses) if turns is None else turns
-    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock, concurrent or len(prompts))
+    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock)
     state.run(longest)
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
     ended = np.array(state.ended, dtype=np.int64)

@@ -41,13 +41,12 @@ class State:
         limits: EngineLimits,
         rules: CacheRules,
         clock: Clock | None,
-        concurrent: int,
     ) -> None:
-        """clock: None if no request arrives later than at the start. concurrent: most trajectories at once"""
+        """clock: None if no request arrives later than at the start"""
         requests = len(prompts)
         self.pool, self.num_blocks = pool, pool.free
         self.loop = Loop(int(limits.async_scheduling), clock)
-        self.trajectories = Trajectories(turns, concurrent, self.loop)
+        self.trajectories = Trajectories(turns, self.loop)
         self.prompts = prompts  # of the turn
         # Tokens computed at the end of the turn.
         self.final = [prompt + self.trajectories.generated(at) - 1 for at, prompt in enumerate(prompts)]

@@ -9,11 +9,11 @@ from fp8plan.model.turns import TurnTable
 class Trajectories:
     """The turn of each trajectory, on its way through its turns.
 
-    begun: trajectories that have begun; their number also is the next one's
+    begun: number of trajectories that have begun, which is the index of the next to begin
     away:  trajectories whose tool works
     """
 
-    def __init__(self, turns: TurnTable, concurrent: int, loop: Loop) -> None:
+    def __init__(self, turns: TurnTable, loop: Loop) -> None:
         self._generated: list[int] = turns.generated.tolist()
         self._tool: list[int] = turns.tool.tolist()
         self._wait_s: list[float] = turns.wait_s.tolist()
@@ -21,7 +21,7 @@ class Trajectories:
         self._end: list[int] = turns.first[1:].tolist()
         self._is_away = [False] * len(self._turn)
         self._loop = loop
-        self.begun = min(concurrent, len(self._turn))
+        self.begun = len(self._turn) if turns.concurrent is None else min(turns.concurrent, len(self._turn))
         self.away = 0
 
     def generated(self, trajectory: int) -> int:

@@ -24,7 +24,7 @@ class ClockInC(ctypes.Structure):
 
 
 class TurnsInC(ctypes.Structure):
-    """A TurnTable with the number of turns, a clock, and the most trajectories at once."""
+    """A TurnTable with the number of turns, and a clock."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TURNS),
@@ -33,7 +33,7 @@ class TurnsInC(ctypes.Structure):
         ("clock", ClockInC),
     )
 
-    def __init__(self, turns: TurnTable, clock: Clock, concurrent: int) -> None:
+    def __init__(self, turns: TurnTable, clock: Clock) -> None:
         columns = [np.ascontiguousarray(getattr(turns, name), dtype=kind) for name, kind in TURNS.items()]
         tables = [np.ascontiguousarray(getattr(clock, name), dtype=np.float64) for name in TABLES]
         tables.append(np.array(DEPTHS, dtype=np.float64))
@@ -41,4 +41,5 @@ class TurnsInC(ctypes.Structure):
         flags = clock.overlaps, clock.leads, clock.on_cpu
         self._arrays = [*columns, *tables]  # keeps them alive
         in_c = ClockInC(*(table.ctypes.data for table in tables), *sizes, *flags)
+        concurrent = turns.concurrent or len(turns.first) - 1
         super().__init__(*(column.ctypes.data for column in columns), len(turns.generated), concurrent, in_c)

@@ -19,7 +19,7 @@ from scheduled_batches import (
     random_case,
     tight_case,
 )
-from turn_batches import num_windows, random_clock, trace
+from turn_batches import random_clock, trace
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.clock import Clock
@@ -27,6 +27,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule import scheduler
 from fp8plan.model.schedule.scheduler import Run, run_compiled, run_reference
+from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.workload import Batch
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -45,7 +46,6 @@ class Work(NamedTuple):
     groups: tuple[Spec, ...]
     rules: CacheRules
     clock: Clock | None = None
-    concurrent: int | None = None
 
 
 def small_work(
@@ -160,9 +160,9 @@ def turns_of(seed: int) -> Work:
     groups = tuple(made.groups[i] for i in rng.permutation(len(made.groups)))
     clock = made.clock
     if rng.random() < 0.8:
-        clock = random_clock(rng, made.limits, num_windows(groups))
+        clock = random_clock(rng, made.limits, len(windows_of(groups)))
     rules = RULES[int(rng.integers(len(RULES)))]
-    return Work(made.batch, made.pool, made.limits, groups, rules, clock, made.concurrent)
+    return Work(made.batch, made.pool, made.limits, groups, rules, clock)
 
 
 def outcome(run: Any, work: Work, longest: int) -> Run | str:

@@ -33,7 +33,7 @@ QUICK = (0, 1, 3, 11, 12, 16, 21, 28, 45)  # preemptions, evictions, no caching,
 def run(made: Trace, longest_run: int = 2**62) -> Schedule:
     rules = CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
     work = (*made.batch, made.pool, made.limits, longest_run, made.groups, rules)
-    return schedule(*work, clock=made.clock, concurrent=made.concurrent)
+    return schedule(*work, clock=made.clock)
 
 
 def seconds(plan: Schedule, clock: Clock) -> list[list[float]]:
@@ -114,9 +114,9 @@ def test_tokens_are_conserved_and_limits_hold(made: Trace) -> None:
     assert plan.running.max() <= made.limits.max_num_seqs
     assert (plan.prefill_tokens + plan.decode_requests).max() <= made.limits.max_num_batched_tokens
     assert plan.away.min() >= 0
-    if made.concurrent is not None:
+    if made.batch.turns.concurrent is not None:
         leaving = made.limits.async_scheduling * plan.running  # count as running and away
-        assert (plan.running + plan.waiting + plan.away - leaving).max() <= made.concurrent
+        assert (plan.running + plan.waiting + plan.away - leaving).max() <= made.batch.turns.concurrent
 
 
 @settings(max_examples=60, deadline=None)
@@ -177,7 +177,7 @@ def test_no_trajectory_ends_before_its_own_waits_and_steps(made: Trace) -> None:
 @given(traces)
 def test_turns_without_a_second_one_are_a_closed_batch(made: Trace) -> None:
     closed = made.batch._replace(turns=None)
-    single = made._replace(batch=closed._replace(turns=TurnTable.single(closed.responses)), concurrent=None)
+    single = made._replace(batch=closed._replace(turns=TurnTable.single(closed.responses)))
     rules = CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
     expected = schedule(*closed, made.pool, made.limits, groups=made.groups, rules=rules)
     plan = run(single)
@@ -213,7 +213,8 @@ def test_asynchronous_scheduling_sees_an_arrival_one_step_later() -> None:
 def test_the_next_trajectory_begins_when_one_ends() -> None:
     turns = table([(2, 3, 4.0), (2, 0, 0.0)], *[[(2, 0, 0.0)]] * 3)
     limits = EngineLimits(async_scheduling=False)
-    plan = schedule(*batch_of([10] * 4, [0, 1, 2, 3], turns), 100, limits, 1, clock=EQUAL_STEPS, concurrent=2)
+    batch = batch_of([10] * 4, [0, 1, 2, 3], turns._replace(concurrent=2))
+    plan = schedule(*batch, 100, limits, 1, clock=EQUAL_STEPS)
     # Number 0 is away from 2 s to 6 s. One after another, the others take its place beside it.
     assert plan.prefill_tokens.tolist() == [20, 0, 10, 0, 10, 0, 15, 0]
     assert plan.away.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
@@ -240,9 +241,7 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="needs the seconds of each step; give clock"):
         schedule(*batch, *work)
     with pytest.raises(ConfigError, match="concurrent is 0; allowed: a whole number of at least 1, or None"):
-        schedule(*batch, *work, clock=EQUAL_STEPS, concurrent=0)
-    with pytest.raises(ConfigError, match="concurrent is 5 for a batch without turns; allowed: None"):
-        schedule(*batch._replace(turns=None), *work, concurrent=5)
+        schedule(*batch._replace(turns=turns._replace(concurrent=0)), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match=r"allowed: reasoning_share = 0"):
         schedule(*batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match="turns of trajectory 0 generate 4 tokens, but its response has 5"):
