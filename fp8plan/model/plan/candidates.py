@@ -316,7 +316,7 @@ def _timed_group(candidates: Sequence[Candidate], request: PlanRequest, profile:
 def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> Candidate:
     """A timed candidate with the seconds of the RL step around its rollout, and the doubt of its layout."""
     step_s, sync, profile, setup = None, request.sync, model.profile, candidate.setup
-    tokens = int((request.batch.prompts + request.batch.responses).sum())
+    tokens = int(request.batch.lengths.sum())
     routes, to_trainer_s = None, 0.0
     if setup.limits.enable_return_routed_experts and candidate.memory is not None:
         routes = route_bytes(setup.shape, setup.limits, candidate.memory.kv_cache_tokens, tokens)

@@ -133,7 +133,7 @@ def _off_policy(scene: Scene) -> Iterator[Lever]:
     times, batch = scene.request.trainer, scene.request.batch
     if times is None or scene.choice.step_s is None:
         return
-    trainer = times.seconds(int((batch.prompts + batch.responses).sum()))
+    trainer = times.seconds(int(batch.lengths.sum()))
     apart = "the trainer needs GPUs of its own"
     whole = cache(lambda replicas: scene.run(batch, data_parallel_size=replicas).makespan_s)
     balance = _balance(scene, whole, trainer, 1)
