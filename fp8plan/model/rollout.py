@@ -20,11 +20,11 @@ from fp8plan.model.cost.routes import route_end_cost
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
+from fp8plan.model.memory.kv_specs import windows_of
 from fp8plan.model.memory.plan import MemoryPlan
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.schedule.sample import schedules_of
 from fp8plan.model.schedule.scheduler import Schedule, schedule
-from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
 

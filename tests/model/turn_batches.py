@@ -10,8 +10,7 @@ from scheduled_batches import FAMILIES, blocks_needed
 
 from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.windows import windows_of
+from fp8plan.model.memory.kv_specs import Spec, windows_of
 from fp8plan.model.turns import TurnTable
 from fp8plan.model.workload import Batch
 

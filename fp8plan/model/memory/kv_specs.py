@@ -168,6 +168,11 @@ def blocks_of_window(spec: Spec, in_flight_tokens: int, tokens: int | None = Non
     return ceil((held if tokens is None else min(held, tokens)) / spec.block_size) + sliding
 
 
+def windows_of(groups: Iterable[Spec]) -> list[tuple[str, int]]:
+    """Kind and size of each distinct window of KV-cache groups, in their order."""
+    return list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
+
+
 def admission_cap(group: Spec, limits: EngineLimits) -> int:
     """The most blocks that the check of the whole prompt asks for (`max_admission_blocks_per_request`); -1: no cap.
 

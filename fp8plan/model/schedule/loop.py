@@ -18,9 +18,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.memory.kv_specs import Spec, windows_of
 from fp8plan.model.schedule.rows import Rows, Work
-from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.turns import TurnTable
 
 

@@ -38,11 +38,10 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
+from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap, windows_of
 from fp8plan.model.schedule.loop import check_turns
 from fp8plan.model.schedule.rows import TYPES
 from fp8plan.model.schedule.turns_in_c import TurnsInC
-from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.turns import TurnTable
 
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fp8plan.model.memory.kv_specs import Spec
-
-
-def windows_of(groups: Iterable[Spec]) -> list[tuple[str, int]]:
-    """Kind and size of each distinct window of KV-cache groups, in their order."""
-    return list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
 
 
 def tokens_read(group: Spec, before: int, after: int) -> int:

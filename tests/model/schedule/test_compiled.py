@@ -24,10 +24,9 @@ from turn_batches import random_clock, trace
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.memory.kv_specs import CacheRules, Spec, windows_of
 from fp8plan.model.schedule import scheduler
 from fp8plan.model.schedule.scheduler import Run, run_compiled, run_reference
-from fp8plan.model.schedule.windows import windows_of
 from fp8plan.model.workload import Batch
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
