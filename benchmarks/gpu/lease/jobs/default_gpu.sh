@@ -5,8 +5,11 @@ export OMP_NUM_THREADS=1
 (CUDA_VISIBLE_DEVICES=0 teach qk-norm) &
 kernels benchmarks/learning/gpus/shapes/qk-norm
 wait
-python3 -m benchmarks.learning.run ~/res/learning --policy qk-norm --device cuda --at-once 8 --memory 0.4 \
-    --micro-tokens 8192 --first-seed 20 --seeds 8 --arms lasting-{tis,level-4-2} --arms broken-{tis,level-4-2} &
+runs() {
+    python3 -m benchmarks.learning.run ~/res/learning --policy qk-norm --device cuda --at-once 8 --memory 0.4 \
+        --micro-tokens 8192 --first-seed 20 --seeds 8 --arms lasting-{tis,level-4-2} --arms broken-{tis,level-4-2}
+}
+(runs || runs) & # an engine's start may fail while others take memory
 while jobs -r | grep -q .; do
     sleep 15
     python3 -m benchmarks.learning.keep ~/res/learning/qk-norm ~/res/default_gpu.jsonl
