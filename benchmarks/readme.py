@@ -218,6 +218,7 @@ def others() -> dict[str, str]:
     made["kept sets"] = kept_sets()
     made["predicted change ratios"] = change_ratios.committed()
     made |= {"small models": probe.small_models(), "published pairs": probe.published_pairs()}
+    made |= {"probed remedies": probe.with_remedies()}
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.tables.probe
     python -m benchmarks.tables.probe predict     # writes what is expected of small models with remedies
+    python -m benchmarks.tables.probe remedies    # what was measured with them, beside what was expected
 
 `fp8plan probe` made them (profiles/README.md).
 """
@@ -12,6 +13,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, stdev
@@ -30,6 +32,7 @@ from tools.risk_report import leave_one_source_out, read_observations, rounding_
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
+WITH_REMEDIES = ROOT / "profiles" / "h200_sxm" / "vllm-0.33.0" / "probe" / "remedies"
 SMALL = {"SmolLM2-135M": MEASURED / "smollm2", "Gemma 3 270M": MEASURED / "gemma"}
 TOKENS = 2000.0  # of a response; the theory's KL per token does not depend on it
 PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
@@ -146,6 +149,49 @@ def predictions() -> list[dict[str, str]]:
     return rows
 
 
+def measured_with() -> dict[tuple[str, str, str], float]:
+    """(model, precision, remedies) -> measured KL of those that have a prediction."""
+    folders = dict(zip((*SMALL, "moe"), ("smollm2", "gemma", "moe"), strict=True))
+    names = {remedies: name for name, remedies in REMEDIES.items()}
+    measured = {}
+    for (model, folder), precision in product(folders.items(), PRECISIONS):
+        probed = json.loads((WITH_REMEDIES / folder / f"{precision}.json").read_text(encoding="utf-8"))
+        for row in probed["precisions"]:
+            asked = row["remedies"]
+            remedies = Remedies(asked["router_replay"], asked["trainer_precision"], tuple(asked["keep_bf16"]))
+            name = names.get(remedies)
+            if name is not None:
+                measured[model, precision, name] = row["figures"]["kl_k3"]["value"]
+    return measured
+
+
+def with_remedies() -> str:
+    """Measured KL with each remedy over the anchored one of predicted.csv, and how many are within a factor of 2."""
+    with (MEASURED / "predicted.csv").open(encoding="utf-8") as file:
+        predicted = {(row["model"], row["precision"], row["remedies"]): row for row in csv.DictReader(file)}
+    measured = measured_with()
+    lines = []
+    for model, name in dict.fromkeys((model, name) for model, _, name in measured):
+        cells = []
+        for precision in PRECISIONS:
+            key = model, precision, name
+            if key in measured:
+                kl, anchored = measured[key], float(predicted[key]["anchored"])
+                cells.append(f"{kl:.1e}, {kl / anchored:.2f}x")
+            else:
+                cells.append("-")
+        lines.append((model, name, *cells))
+    words = []
+    for model in dict.fromkeys(model for model, _, _ in measured):
+        mine = {key: kl for key, kl in measured.items() if key[0] == model}
+        near = sum(0.5 <= kl / float(predicted[key]["anchored"]) <= 2 for key, kl in mine.items())
+        words.append(f"{near} of {len(mine)} for {model}")
+    inside = sum(float(predicted[key]["low"]) < kl < float(predicted[key]["high"]) for key, kl in measured.items())
+    about = f"Within a factor of 2 of the anchored KL: {', '.join(words)}. "
+    about += f"Inside the band of the theory alone: {inside} of {len(measured)}."
+    return f"{markdown.table(('model', 'remedies', *PRECISIONS), lines)}\n\n{about}"
+
+
 def published_pairs() -> str:
     """Published runs with a remedy and those that they are compared with, each predicted without its source."""
     left = leave_one_source_out(read_observations(), rounding_errors())
@@ -260,4 +306,7 @@ def _shares(probed: Mapping[str, float]) -> str:
 if __name__ == "__main__":
     if sys.argv[1:] == ["predict"]:
         write_predictions()
-    print(table(), small_models(), fixed_scales(), sep="\n\n")
+    if sys.argv[1:] == ["remedies"]:
+        print(with_remedies())
+    else:
+        print(table(), small_models(), fixed_scales(), sep="\n\n")

@@ -13,7 +13,7 @@ from typing import Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts
-from fp8plan.model.architecture.kept import ends_of
+from fp8plan.model.architecture.kept import OUTPUTS, Kept, ends_of
 from fp8plan.model.memory.plan import check_pool
 from fp8plan.model.plan.candidates import Candidate, Way, risks, timed
 from fp8plan.model.plan.choice import Answer, Choice, power, seconds
@@ -22,9 +22,8 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 
-# Counts of first and last layers that are tried in BF16. Attention outputs are not tried: no probe has measured what
-# KL they save.
-ENDS: Final = ((1, 1), (2, 2), (4, 4))
+# Values of keep_bf16 that are tried, those that slow down a model with full attention least first.
+KEPT: Final[tuple[Kept, ...]] = ((1, 1), (2, 2), (1, 1, OUTPUTS), (2, 2, OUTPUTS), (4, 4), (4, 4, OUTPUTS))
 
 
 def way_of(candidate: Candidate, request: PlanRequest, profile: Profile) -> Way | None:
@@ -44,7 +43,7 @@ def way_of(candidate: Candidate, request: PlanRequest, profile: Profile) -> Way 
 
 def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Candidate]:
     """Engines with as few further remedies as are enough, not timed: with and without router replay, and with the
-    fewest layers in BF16. [] if none are enough.
+    cheapest of KEPT. [] if none are enough.
     """
 
     def further(remedies: Remedies) -> tuple[int, bool]:
@@ -61,19 +60,23 @@ def _sufficient(setup: EngineSetup, request: PlanRequest) -> list[Candidate]:
 
 
 def _possible(setup: EngineSetup) -> list[Remedies]:
-    """All combinations of further remedies, those with fewer layers first."""
+    """All combinations of further remedies, the cheapest linears in BF16 first."""
     own = setup.remedies
     replays, every_kept, trainers = [own.router_replay], [own.keep_bf16], [own.trainer_precision]
     if setup.shape.parts_of(Experts) and setup.limits.enable_prefix_caching and not own.router_replay:
         replays.append(True)
     if setup.precision.in_blocks and setup.shape.stored is None:
-        first, last = ends_of(own.keep_bf16)
-        more = [(*each, *own.keep_bf16[2:]) for each in ENDS if each[0] >= first and each[1] >= last]
-        every_kept += [kept for kept in more if kept != own.keep_bf16]
+        every_kept += [kept for kept in KEPT if _includes(kept, own.keep_bf16)]
         if own.trainer_precision == BF16:
             trainers.append(matching_trainer(setup))
     every = [Remedies(replay, trainer, kept) for trainer in trainers for replay in replays for kept in every_kept]
     return [remedies for remedies in every if remedies != own]
+
+
+def _includes(kept: Kept, own: Kept) -> bool:
+    """True if all that the plan's own `keep_bf16` keeps in BF16 is kept, too."""
+    (first, last), (own_first, own_last) = ends_of(kept), ends_of(own)
+    return first >= own_first and last >= own_last and set(own[2:]) <= set(kept[2:])
 
 
 def _further(remedies: Remedies, own: Remedies) -> tuple[int, bool]:

@@ -15,7 +15,7 @@ from fp8plan.model.plan.candidates import Way, ruled_out
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.plan.ways import ENDS
+from fp8plan.model.plan.ways import KEPT
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import BLOCK, POW2, Remedies
 from fp8plan.model.rl_step import StepTimes
@@ -76,7 +76,8 @@ def test_router_replay_is_offered_with_the_kl_and_the_time_of_a_plan_that_has_it
 
 
 def test_beside_attention_outputs_the_fewest_layers_are_kept_that_are_enough() -> None:
-    every = [Remedies(keep_bf16=(*ends, "o_proj")) for ends in ((0, 0), *ENDS)]
+    every = [Remedies(keep_bf16=(0, 0, "o_proj"))]
+    every += [Remedies(keep_bf16=kept) for kept in KEPT if "o_proj" in kept]
     bounds = [high(DENSE, "fp8_block", remedies) for remedies in every]
     assert bounds == sorted(bounds, reverse=True)
     for remedies, before, after in zip(every[1:], bounds[:-1], bounds[1:], strict=True):
@@ -113,7 +114,7 @@ def test_a_trainer_on_the_rollout_s_grid_is_named_behind_what_leaves_training_al
 
 
 def test_a_trainer_in_fp8_is_offered_where_nothing_else_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8plan.model.plan.ways.ENDS", ())
+    monkeypatch.setattr("fp8plan.model.plan.ways.KEPT", ())
     own = Remedies(keep_bf16=(0, 0, "o_proj"))
     both = replace(own, trainer_precision=POW2)
     plain, trained = (high(DENSE, "fp8_block", remedies, "b200") for remedies in (own, both))
@@ -129,7 +130,7 @@ def test_a_trainer_in_fp8_is_offered_where_nothing_else_helps(monkeypatch: pytes
 
 
 def test_two_remedies_are_offered_where_one_is_not_enough() -> None:
-    kept = ENDS[-1]
+    kept = KEPT[-1]
     one = min(high(EXPERTS, "fp8_block", x) for x in (REPLAY, Remedies(keep_bf16=kept), Remedies(False, BLOCK)))
     both = high(EXPERTS, "fp8_block", Remedies(True, keep_bf16=kept))
     assert both < one
