@@ -171,7 +171,7 @@ def schedule_with(
     batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62, clock: Clock | None = None
 ) -> Schedule:
     """The schedule of a batch on an engine with this KV cache. longest_run, clock: as in `schedule`"""
-    return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
+    return schedule(batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:

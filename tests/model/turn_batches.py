@@ -11,7 +11,7 @@ from scheduled_batches import FAMILIES, blocks_needed
 from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec, windows_of
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.model.workload import Batch
 
 TOKENS, REQUESTS = 16384, 1024  # of a step, at most, as in EngineLimits()
@@ -88,7 +88,7 @@ def table(*trajectories: list[tuple[int, int, float]]) -> TurnTable:
 
 
 def batch_of(prompts: list[int], prompt_ids: list[int], turns: TurnTable) -> Batch:
-    return Batch(np.array(prompts), np.add.reduceat(turns.generated, turns.first[:-1]), np.array(prompt_ids), turns)
+    return Batch.of_turns(np.array(prompts), turns, np.array(prompt_ids))
 
 
 def trace(seed: int, family: str = "full") -> Trace:

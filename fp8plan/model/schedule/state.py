@@ -17,11 +17,11 @@ from typing import Any
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.client import Client
 from fp8plan.model.schedule.loop import Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.rows import Chunk, Rows
-from fp8plan.model.schedule.trajectories import Trajectories
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 
 
 class State:
@@ -46,10 +46,10 @@ class State:
         requests = len(prompts)
         self.pool, self.num_blocks = pool, pool.free
         self.loop = Loop(int(limits.async_scheduling), clock)
-        self.trajectories = Trajectories(turns, self.loop)
+        self.client = Client(turns, self.loop)
         self.prompts = prompts  # of the turn
         # Tokens computed at the end of the turn.
-        self.final = [prompt + self.trajectories.generated(at) - 1 for at, prompt in enumerate(prompts)]
+        self.final = [prompt + self.client.generated(at) - 1 for at, prompt in enumerate(prompts)]
         self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
         self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -63,7 +63,7 @@ class State:
         self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
         self.retain_all = rules.retain_all
         self.now = 0
-        self.queue = deque(reversed(range(self.trajectories.begun)))  # the waiting requests; the head is the last entry
+        self.queue = deque(reversed(range(self.client.begun)))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # in order of admission; includes `leaving`
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.offset: dict[int, int] = {}  # of the steady requests
@@ -99,17 +99,17 @@ class State:
         if not self.queue and not self.running:
             self.loop.wait()
         for request in self.loop.take_arrived():
-            if self.trajectories.is_away(request):
+            if self.client.is_away(request):
                 self._begin_next_turn(request)
             self.queue.appendleft(request)
 
     def _begin_next_turn(self, request: int) -> None:
         """Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far."""
         computed = self.final[request]
-        prompt = computed + 1 + self.trajectories.next_turn(request)  # the last generated token was not computed
+        prompt = computed + 1 + self.client.next_turn(request)  # the last generated token was not computed
         self.earlier[request] = computed // self.block_size * self.block_size
         self.prompts[request] = self.length[request] = self.target[request] = prompt
-        self.final[request] = prompt + self.trajectories.generated(request) - 1
+        self.final[request] = prompt + self.client.generated(request) - 1
         self.pool.begin_turn(request, prompt)
 
     def _decode(self, longest: int) -> None:
@@ -412,7 +412,7 @@ class State:
                 self.last_step[request] = self.now - 1
             self.computed[request] = self._stop_decoding(request)
             self.ended[request] = len(self.rows) - 1
-            self.trajectories.end_turn(request)
+            self.client.end_turn(request)
         if finished:
             self.rows.last["finished"] = len(finished)
         gone = finished
@@ -437,7 +437,7 @@ class State:
             "preemptions": self.preemptions,
             "sampled_requests": started + len(decoding),
             "cached_tokens": cached,
-            "away": self.trajectories.away,
+            "away": self.client.away,
             "again_tokens": self.again,
             "idle_s": self.loop.take_idle(),
         }

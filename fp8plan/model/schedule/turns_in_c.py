@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 
 TABLES = ("tokens", "sampled", "decode", "first", "further", "uneven", "launches", "host")
 NUMBERS = ("kinds", "decode_rows", "chunk_rows", "num_depths", "size_step", "overlaps", "leads", "on_cpu")

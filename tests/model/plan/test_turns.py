@@ -16,9 +16,9 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import makespans, rollout, schedules_of_turns, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.trajectories import Turns
 from fp8plan.model.tune.search import tune
 from fp8plan.model.workload import Workload
+from fp8plan.model.workload_turns import Turns
 
 DENSE, GPU = "Qwen/Qwen3-8B", "h200_sxm"
 TURNS = Turns(6, LogNormal(300, 0.8, 2000), 200, LogNormal(2, 1, 60))

@@ -21,7 +21,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules
 from fp8plan.model.schedule.rows import COLUMNS
 from fp8plan.model.schedule.scheduler import Schedule, schedule
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.model.workload import Batch
 from fp8plan.version import has
 
@@ -32,8 +32,7 @@ QUICK = (0, 1, 3, 11, 12, 16, 21, 28, 45)  # preemptions, evictions, no caching,
 
 def run(made: Trace, longest_run: int = 2**62) -> Schedule:
     rules = CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
-    work = (*made.batch, made.pool, made.limits, longest_run, made.groups, rules)
-    return schedule(*work, clock=made.clock)
+    return schedule(made.batch, made.pool, made.limits, longest_run, made.groups, rules, made.clock)
 
 
 def seconds(plan: Schedule, clock: Clock) -> list[list[float]]:
@@ -158,7 +157,7 @@ def test_what_the_cache_has_lost_is_computed_again(seed: int, ample: bool) -> No
 
 def test_without_prefix_caching_all_tokens_of_earlier_turns_are_computed_again() -> None:
     batch = batch_of([20], [0], table([(5, 10, 1.0), (5, 10, 1.0), (5, 0, 0.0)]))
-    plan = schedule(*batch, 100, EngineLimits(enable_prefix_caching=False), clock=EQUAL_STEPS)
+    plan = schedule(batch, 100, EngineLimits(enable_prefix_caching=False), clock=EQUAL_STEPS)
     assert plan.again_tokens.sum() == 24 + 39
     assert plan.prefill_tokens.sum() == 20 + 35 + 50
 
@@ -179,7 +178,7 @@ def test_turns_without_a_second_one_are_a_closed_batch(made: Trace) -> None:
     closed = made.batch._replace(turns=None)
     single = made._replace(batch=closed._replace(turns=TurnTable.single(closed.responses)))
     rules = CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
-    expected = schedule(*closed, made.pool, made.limits, groups=made.groups, rules=rules)
+    expected = schedule(closed, made.pool, made.limits, groups=made.groups, rules=rules)
     plan = run(single)
     for name in (*COLUMNS, "ended", "away", "again_tokens", "idle_s"):
         np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name), name)
@@ -191,12 +190,12 @@ SLOT = EngineLimits(max_num_seqs=1, max_num_batched_tokens=64, async_scheduling=
 def test_requests_are_served_in_order_of_arrival_and_equal_times_by_number() -> None:
     """Steps take a second. Number 1 has been waiting for its tool for longer, but both arrive at 5 s."""
     turns = table([(1, 1, 1.0), (1, 1, 2.0), (1, 0, 0.0)], [(1, 1, 3.0), (1, 0, 0.0)])
-    plan = schedule(*batch_of([10, 10], [0, 1], turns), 100, SLOT, clock=EQUAL_STEPS)
+    plan = schedule(batch_of([10, 10], [0, 1], turns), 100, SLOT, clock=EQUAL_STEPS)
     assert plan.idle_s.tolist() == [0, 0, 0, 2, 0]
     assert plan.prefill_tokens.tolist() == [10, 10, 12, 14, 12]
     assert plan.ended.tolist() == [3, 4]
     later = table([(1, 1, 1.0), (1, 1, 2.5), (1, 0, 0.0)], [(1, 1, 3.0), (1, 0, 0.0)])
-    plan = schedule(*batch_of([10, 10], [0, 1], later), 100, SLOT, clock=EQUAL_STEPS)
+    plan = schedule(batch_of([10, 10], [0, 1], later), 100, SLOT, clock=EQUAL_STEPS)
     assert plan.ended.tolist() == [4, 3]
 
 
@@ -205,7 +204,7 @@ def test_asynchronous_scheduling_sees_an_arrival_one_step_later() -> None:
     batch = batch_of([10, 10], [0, 1], table([(9, 0, 0.0)], [(1, 4, 1.5), (1, 0, 0.0)]))
     for is_async, prefill in ((False, [20, 0, 0, 15]), (True, [20, 0, 0, 0, 15])):
         limits = EngineLimits(async_scheduling=is_async)
-        plan = schedule(*batch, 100, limits, longest_run=1, clock=EQUAL_STEPS)
+        plan = schedule(batch, 100, limits, longest_run=1, clock=EQUAL_STEPS)
         assert plan.prefill_tokens[: len(prefill)].tolist() == prefill
         assert plan.away.tolist()[: len(prefill) - 1] == [0] + [1] * (len(prefill) - 2)
 
@@ -214,7 +213,7 @@ def test_the_next_trajectory_begins_when_one_ends() -> None:
     turns = table([(2, 3, 4.0), (2, 0, 0.0)], *[[(2, 0, 0.0)]] * 3)
     limits = EngineLimits(async_scheduling=False)
     batch = batch_of([10] * 4, [0, 1, 2, 3], turns._replace(concurrent=2))
-    plan = schedule(*batch, 100, limits, 1, clock=EQUAL_STEPS)
+    plan = schedule(batch, 100, limits, 1, clock=EQUAL_STEPS)
     # Number 0 is away from 2 s to 6 s. One after another, the others take its place beside it.
     assert plan.prefill_tokens.tolist() == [20, 0, 10, 0, 10, 0, 15, 0]
     assert plan.away.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
@@ -223,31 +222,29 @@ def test_the_next_trajectory_begins_when_one_ends() -> None:
 
 def test_a_timed_schedule_holds_for_no_other_engine() -> None:
     batch = batch_of([10], [0], table([(2, 3, 4.0), (2, 0, 0.0)]))
-    plan = schedule(*batch, 100, EngineLimits(), clock=EQUAL_STEPS)
+    plan = schedule(batch, 100, EngineLimits(), clock=EQUAL_STEPS)
     assert not plan.holds_for(100, plan.groups)
-    assert schedule(*batch[:3], None, 100, EngineLimits()).holds_for(100, plan.groups)
+    assert schedule(batch._replace(turns=None), 100, EngineLimits()).holds_for(100, plan.groups)
 
 
 def test_a_trajectory_that_can_never_fit_is_an_error() -> None:
     batch = batch_of([100], [0], table([(30, 21, 1.0), (10, 0, 0.0)]))
-    schedule(*batch, 10, EngineLimits(), clock=EQUAL_STEPS)  # 160 tokens are stored: the last one is never read
+    schedule(batch, 10, EngineLimits(), clock=EQUAL_STEPS)  # 160 tokens are stored: the last one is never read
     with pytest.raises(CapacityError, match=r"161 tokens.*needs 10 KV blocks.*pool has 9"):
-        schedule(*batch, 9, EngineLimits(), clock=EQUAL_STEPS)
+        schedule(batch, 9, EngineLimits(), clock=EQUAL_STEPS)
 
 
 def test_what_cannot_be_simulated_is_refused_by_name() -> None:
     turns = table([(2, 3, 4.0), (2, 0, 0.0)])
     batch, work = batch_of([10], [0], turns), (100, EngineLimits())
     with pytest.raises(ConfigError, match="needs the seconds of each step; give clock"):
-        schedule(*batch, *work)
+        schedule(batch, *work)
     with pytest.raises(ConfigError, match="concurrent is 0; allowed: a whole number of at least 1, or None"):
-        schedule(*batch._replace(turns=turns._replace(concurrent=0)), *work, clock=EQUAL_STEPS)
+        schedule(batch._replace(turns=turns._replace(concurrent=0)), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match=r"allowed: reasoning_share = 0"):
-        schedule(*batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
-    with pytest.raises(ConfigError, match="turns of trajectory 0 generate 4 tokens, but its response has 5"):
-        schedule(*batch._replace(responses=np.array([5])), *work, clock=EQUAL_STEPS)
+        schedule(batch._replace(turns=turns._replace(dropped=np.array([1, 0]))), *work, clock=EQUAL_STEPS)
     with pytest.raises(ConfigError, match="1024 requests, with 1 windows, but the engine's have"):
-        schedule(*batch, *work, clock=linear_clock(1.0, windows=1))
+        schedule(batch, *work, clock=linear_clock(1.0, windows=1))
     for limits in (EngineLimits(max_num_seqs=1025), EngineLimits(max_num_batched_tokens=16385)):
         with pytest.raises(ConfigError, match="the clock has steps of up to 16384 tokens and 1024 requests"):
-            schedule(*batch, 100, limits, clock=EQUAL_STEPS)
+            schedule(batch, 100, limits, clock=EQUAL_STEPS)

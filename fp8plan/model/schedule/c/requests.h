@@ -4,8 +4,8 @@
 #ifndef FP8PLAN_REQUESTS_H
 #define FP8PLAN_REQUESTS_H
 
+#include "client.h"
 #include "rhythm.h"
-#include "turns.h"
 #include "windows.h"
 
 static void note_free(State *s, number blocks) { s->facts->least_free = least(s->facts->least_free, blocks); }

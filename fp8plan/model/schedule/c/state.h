@@ -42,7 +42,7 @@ typedef struct {
     number kinds, decode_rows, chunk_rows, num_depths, size_step, overlaps, leads, on_cpu;
 } Clock;
 
-/* turns.TurnTable, with the most trajectories at once. wait_s is by turn, like generated and tool. */
+/* turn_table.TurnTable, with the most trajectories at once. wait_s is by turn, like generated and tool. */
 typedef struct {
     const number *first, *generated, *tool;
     const double *wait_s;

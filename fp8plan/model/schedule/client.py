@@ -1,13 +1,13 @@
-"""The turns of the trajectories that a scheduler serves: which one each is in, and who begins next."""
+"""The client of an engine: which turn each trajectory is in, when its next request arrives, and who begins next."""
 
 from __future__ import annotations
 
 from fp8plan.model.schedule.loop import Loop
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 
 
-class Trajectories:
-    """The turn of each trajectory, on its way through its turns.
+class Client:
+    """Sends the requests of trajectories, turn by turn.
 
     begun: number of trajectories that have begun, which is the index of the next to begin
     away:  trajectories whose tool works

@@ -1,4 +1,4 @@
-"""Trajectories of turns in a workload: as a user describes them, or as they were logged."""
+"""The turns of a workload's trajectories: as a user describes them, or as they were logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8plan.model.distributions import (
     distribution_of,
     parse_distribution,
 )
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.options import TURNS as PANEL
 from fp8plan.options import Option, group_of
 

@@ -1,6 +1,6 @@
-/* The turns of trajectories, and the requests that arrive (state.State). */
-#ifndef FP8PLAN_TURNS_H
-#define FP8PLAN_TURNS_H
+/* The turns of trajectories, and the requests that arrive (client.Client and state.State). */
+#ifndef FP8PLAN_CLIENT_H
+#define FP8PLAN_CLIENT_H
 
 #include "loop.h"
 
