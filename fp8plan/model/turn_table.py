@@ -129,8 +129,6 @@ class TurnTable(NamedTuple):
                 self._check(name, column, goes_on | (column == 0), "0 after the last turn")
         kept = self.dropped <= self.generated
         self._check("dropped", self.dropped, kept, "at most the tokens that the turn generates")
-        if self.dropped.any():
-            raise ConfigError("tokens that later prompts leave out are not simulated yet; allowed: reasoning_share = 0")
 
     def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """The columns of shape (turns,) by name."""

@@ -73,6 +73,8 @@ class Schedule:
     prefill_pairs: IntArray
     sampled_requests: IntArray
     cached_tokens: IntArray
+    queried_tokens: IntArray
+    hit_tokens: IntArray
     recomputed_tokens: IntArray
     running: IntArray
     waiting: IntArray

@@ -152,10 +152,13 @@ def work_of(seed: int) -> Work:
 
 
 def turns_of(seed: int) -> Work:
-    """Trajectories of turns on a pool of each family in turn, with groups in any order, and mostly a random clock."""
+    """Trajectories of turns on a pool of each family in turn, with groups in any order, and mostly a random clock.
+
+    Every other round of the families has prompts that leave out tokens.
+    """
     rng = np.random.default_rng([seed, 66])
     families = ["full", *sorted(FAMILIES)]
-    made = trace(seed, families[seed % len(families)])
+    made = trace(seed, families[seed % len(families)], drops=seed // len(families) % 2 == 1)
     groups = tuple(made.groups[i] for i in rng.permutation(len(made.groups)))
     clock = made.clock
     if rng.random() < 0.8:

@@ -17,9 +17,8 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.pool import next_change
 from fp8plan.model.schedule.scheduler import Schedule, schedule
-from fp8plan.model.schedule.windows import pairs_read, tokens_read
+from fp8plan.model.schedule.windows import next_change, pairs_read, tokens_read
 from fp8plan.model.workload import Batch
 from fp8plan.version import has
 
