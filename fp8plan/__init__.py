@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from fp8plan.model.risk.remedies import Remedies as Remedies
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
-    from fp8plan.model.trajectories import Turns as Turns
     from fp8plan.model.tune.search import tune as tune
     from fp8plan.model.validate.records import read_records as read_records
     from fp8plan.model.validate.records import recorded_workload as recorded_workload
     from fp8plan.model.weight_changes import TopK as TopK
     from fp8plan.model.workload import Batch as Batch
     from fp8plan.model.workload import Workload as Workload
+    from fp8plan.model.workload_turns import Turns as Turns
     from fp8plan.runtime.apply.doctor.doctor import Diagnosis as Diagnosis
     from fp8plan.runtime.apply.doctor.doctor import async_doctor as async_doctor
     from fp8plan.runtime.apply.doctor.doctor import doctor as doctor
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.watch.mismatch.metrics import Mismatch as Mismatch
     from fp8plan.runtime.watch.mismatch.sampling import Sampling as Sampling
     from fp8plan.runtime.watch.mismatch.sampling import kept_logprobs as kept_logprobs
-    from fp8plan.runtime.watch.mismatch.turns import turn_versions as turn_versions
+    from fp8plan.runtime.watch.mismatch.turn_versions import turn_versions as turn_versions
     from fp8plan.runtime.watch.monitor.monitor import Monitor as Monitor
     from fp8plan.runtime.watch.monitor.sinks import Callback as Callback
     from fp8plan.runtime.watch.monitor.sinks import JsonLines as JsonLines

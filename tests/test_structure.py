@@ -30,7 +30,7 @@ PARTS = tuple(
     f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
 )
 MODEL = (
-    ("distributions", "turns", "trajectories", "workload"),
+    ("distributions", "turn_table", "workload_turns", "workload"),
     ("architecture", "configs", "hardware", "precision", "limits"),
     ("profile",),
     ("cost",),

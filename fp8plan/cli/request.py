@@ -23,9 +23,9 @@ from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.shards import check_target, strictest
-from fp8plan.model.trajectories import TURN_OPTIONS, Turns, parse_turns
 from fp8plan.model.validate.records import Record, host_of, read_run, recorded_workload
 from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload
+from fp8plan.model.workload_turns import TURN_OPTIONS, Turns, parse_turns
 from fp8plan.options import OUTPUT, Option
 from fp8plan.version import check_starts, planned_version
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 from fp8plan.importers.logged import Measured, Note, Source, name_of
 from fp8plan.jsonl import TORN, lines, torn_note
 from fp8plan.model.distributions import MOST_SECONDS, MOST_TOKENS
-from fp8plan.model.turns import Turn
+from fp8plan.model.turn_table import Turn
 from fp8plan.schemas import checked
 
 Generated = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.turns import Turn
+from fp8plan.model.turn_table import Turn
 
 Note = Callable[[str], object]  # called with a remark on the log
 Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conversation

@@ -26,8 +26,8 @@ from fp8plan.importers.logged import (
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
-from fp8plan.model.trajectories import WAITS
 from fp8plan.model.validate.records import caller_of
+from fp8plan.model.workload_turns import WAITS
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 

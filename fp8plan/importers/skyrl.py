@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Masked, Measured, Note, Source, name_of, without_waits
-from fp8plan.importers.turns import runs
+from fp8plan.importers.turn_boundaries import runs
 
 WRITER = "skyrl.backends.skyrl_train.training_batch"
 

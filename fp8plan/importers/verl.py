@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note, Request, Source
-from fp8plan.importers.turns import masked
+from fp8plan.importers.turn_boundaries import masked
 from fp8plan.jsonl import TORN, lines, torn_note
 
 

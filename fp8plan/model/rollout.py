@@ -67,9 +67,9 @@ class Rollout:
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
     simulated:           share of the responses that were simulated; the others are assumed to go at their pace
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
-    turns:               of trajectories with several turns: "hit_share", the share of the tokens of admitted requests
-                         that the prefix cache has, also when they resume after a preemption; "again_tokens" of earlier
-                         turns, which it has not; "tool_share" of the makespan, in which the slowest replica is idle
+    turns:               of trajectories with several turns: "hit_share", the share of prompt tokens that the prefix
+                         cache has when a turn is first admitted, as in vLLM's metrics; "again_tokens" of earlier turns,
+                         which it has not; "tool_share" of the makespan, in which the slowest replica is idle
     """
 
     makespan_s: float
@@ -171,7 +171,7 @@ def schedule_with(
     batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62, clock: Clock | None = None
 ) -> Schedule:
     """The schedule of a batch on an engine with this KV cache. longest_run, clock: as in `schedule`"""
-    return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
+    return schedule(batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
@@ -246,11 +246,9 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
 
 def _of_turns(replicas: Sequence[Schedule], tool_share: float) -> dict[str, float]:
     """`Rollout.turns`."""
-    cached, computed, again = (
-        sum(plan.total(getattr(plan, column)) for plan in replicas)
-        for column in ("cached_tokens", "prefill_tokens", "again_tokens")
-    )
-    return {"hit_share": cached / (cached + computed), "again_tokens": again, "tool_share": tool_share}
+    names = "hit_tokens", "queried_tokens", "again_tokens"
+    hits, queried, again = (sum(plan.total(getattr(plan, name)) for plan in replicas) for name in names)
+    return {"hit_share": hits / queried, "again_tokens": again, "tool_share": tool_share}
 
 
 def _beside_steps(plan: Schedule, model: StepModel) -> Cost:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.distributions import DEFAULT_PROMPTS, LENGTHS, Distribution, Trace, distribution_of
-from fp8plan.model.trajectories import LoggedTurns, Turns
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
+from fp8plan.model.workload_turns import LoggedTurns, Turns
 from fp8plan.options import WORKLOAD, Option, group_of
 
 # The rollout of DAPO (arXiv 2503.14476) on one GPU, for a command that is told nothing else.
@@ -29,6 +29,11 @@ class Batch(NamedTuple):
     responses: NDArray[np.int64]  # response tokens, at least 1; of all turns
     prompt_ids: NDArray[np.int64]  # the number of the request's prompt, 0 .. prompts-1
     turns: TurnTable | None = None  # None: one turn each
+
+    @classmethod
+    def of_turns(cls, prompts: NDArray[np.int64], turns: TurnTable, prompt_ids: NDArray[np.int64]) -> Batch:
+        """Trajectories, whose responses are what their turns generate."""
+        return cls(prompts, turns.responses, prompt_ids, turns)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -181,7 +186,7 @@ class Workload:
             return Batch(prompts[prompt_ids], self.response_lengths.draw(requests, rng), prompt_ids)
         assert self.turns is not None
         turns = self.turns.draw(requests, rng)
-        return Batch(prompts[prompt_ids], turns.responses, prompt_ids, turns)
+        return Batch.of_turns(prompts[prompt_ids], turns, prompt_ids)
 
 
 WORKLOAD_OPTIONS: Final = group_of(Workload)

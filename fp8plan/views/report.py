@@ -204,7 +204,7 @@ def _speed_legend(rows: Sequence[Choice], several: bool, baseline: str) -> str:
     turns = ""
     if any(c.turns is not None for c in rows):
         turns = (
-            " prefix hits: of the tokens of admitted requests. computed again: tokens of earlier turns that the cache "
+            " prefix hits: of the tokens of prompts. computed again: tokens of earlier turns that the cache "
             "has not. tools: time in which the slowest replica is idle, because all its trajectories wait for tools."
         )
     return f"{over}{replicas}{whole} {tail}{turns}".strip()

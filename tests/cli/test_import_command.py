@@ -60,7 +60,8 @@ def test_a_recorded_rollout_of_turns_is_planned_and_not_tuned(fp8plan: Callable[
     assert "140 response tokens: mean 70" in planned  # of two trajectories
     assert "the engine is idle, as all trajectories wait for tools" in planned
     refused(fp8plan("tune", *words[1:], "--tool-s", "fixed:1"), "whose limits are not tuned yet", "fp8plan plan MODEL")
-    refused(fp8plan(*words, "--tool-s", "fixed:1", "--reasoning-share", 0.5), "allowed: reasoning_share = 0")
+    dropped = json.loads(fp8plan(*words, "--tool-s", "fixed:1", "--reasoning-share", 0.5, "--json").out)
+    assert dropped["workload"]["turns"]["reasoning_share"] == 0.5
     Path("run.jsonl").write_text(json.dumps(json.loads(Path("run.jsonl").read_text()) | {"turns": None}))
     plan = json.loads(fp8plan(*words, "--json").out)
     assert plan["workload"]["response_tokens"] == 140

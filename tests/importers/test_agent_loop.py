@@ -13,7 +13,7 @@ from trainer_logs import VERL_WRITERS, verl_writer
 
 from fp8plan import jsonl
 from fp8plan.importers.records import import_rollouts
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.model.validate.records import recorded_workload
 
 pytestmark = [pytest.mark.verl, pytest.mark.trl]

@@ -11,7 +11,7 @@ import pytest
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.importers.records import import_rollouts
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.model.validate.records import recorded_workload
 
 ROWS: list[dict[str, Any]] = [

@@ -41,7 +41,7 @@ def step_model(name: str = MODELS[0], preset: str = "bf16", limits: EngineLimits
 
 
 def makespan(batch: Batch, model: StepModel, pool: int = AMPLE) -> float:
-    return rollout([schedule(*batch, pool, model.limits)], model).makespan_s
+    return rollout([schedule(batch, pool, model.limits)], model).makespan_s
 
 
 @st.composite
@@ -63,7 +63,7 @@ def merged(one: Batch, other: Batch) -> Batch:
 @given(batches(), st.sampled_from(MODELS), st.sampled_from(list(PRESETS)))
 def test_no_rollout_beats_its_bytes_or_its_flops(batch: Batch, name: str, preset: str) -> None:
     model = step_model(name, preset)
-    plan = schedule(*batch, AMPLE, LIMITS)
+    plan = schedule(batch, AMPLE, LIMITS)
     time = rollout([plan], model).makespan_s
     work = step_batch(plan)
     assert time >= (bytes_bound(model, work) * plan.steps).sum()
@@ -95,7 +95,7 @@ def test_merging_prefill_alone_costs_at_most_a_wave_more(one: Batch, other: Batc
 @settings(max_examples=40, deadline=None)
 @given(batches(), batches())
 def test_merging_two_batches_takes_no_more_steps_than_one_after_the_other(one: Batch, other: Batch) -> None:
-    steps = [schedule(*batch, AMPLE, LIMITS).num_steps for batch in (merged(one, other), one, other)]
+    steps = [schedule(batch, AMPLE, LIMITS).num_steps for batch in (merged(one, other), one, other)]
     assert steps[0] <= steps[1] + steps[2]
 
 
@@ -104,7 +104,7 @@ def test_merging_two_batches_takes_no_more_steps_than_one_after_the_other(one: B
 def test_the_mean_of_a_run_stands_for_its_steps(batch: Batch) -> None:
     """Nearly: attention cuts the KV of few requests in whole blocks, fewer at the start of a run than at its mean."""
     model = step_model()
-    one_by_one = rollout([schedule(*batch, AMPLE, LIMITS, longest_run=1)], model).makespan_s
+    one_by_one = rollout([schedule(batch, AMPLE, LIMITS, longest_run=1)], model).makespan_s
     assert makespan(batch, model) == pytest.approx(one_by_one, rel=4e-3)
 
 
@@ -112,7 +112,7 @@ def test_the_mean_of_a_run_stands_for_its_steps(batch: Batch) -> None:
 @given(batches(), st.integers(1, 6))
 def test_replicas_share_the_work(batch: Batch, replicas: int) -> None:
     model = step_model()
-    parts = [schedule(*part, AMPLE, LIMITS) for part in batch.split(replicas)]
+    parts = [schedule(part, AMPLE, LIMITS) for part in batch.split(replicas)]
     together = rollout(parts, model)
     assert together.output_tokens == batch.responses.sum()
     assert together.makespan_s == max(rollout([part], model).makespan_s for part in parts)
@@ -121,7 +121,7 @@ def test_replicas_share_the_work(batch: Batch, replicas: int) -> None:
 def test_a_starved_pool_costs_time_and_recomputation() -> None:
     batch = Workload(32, 16, Fixed(500), LogNormal(1500, 0.8, 6000)).batch()
     model = step_model()
-    ample, starved = (rollout([schedule(*batch, pool, LIMITS)], model) for pool in (AMPLE, 12_000))
+    ample, starved = (rollout([schedule(batch, pool, LIMITS)], model) for pool in (AMPLE, 12_000))
     assert ample.preemptions == ample.recomputed_tokens == 0
     assert starved.preemptions > 10
     assert starved.recomputed_tokens > 0
@@ -132,14 +132,14 @@ def test_a_starved_pool_costs_time_and_recomputation() -> None:
 def test_tail_fraction() -> None:
     model = step_model()
     level = Batch(np.full(64, 100), np.full(64, 400), np.arange(64))
-    assert rollout([schedule(*level, AMPLE, LIMITS)], model).tail_fraction == 0
+    assert rollout([schedule(level, AMPLE, LIMITS)], model).tail_fraction == 0
     one_long = level._replace(responses=np.array([400] * 63 + [4000]))
-    assert rollout([schedule(*one_long, AMPLE, LIMITS)], model).tail_fraction > 0.8
+    assert rollout([schedule(one_long, AMPLE, LIMITS)], model).tail_fraction > 0.8
 
 
 def test_the_interval_holds_the_makespan_and_the_timeline_ends_with_it() -> None:
     batch = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch()
-    result = rollout([schedule(*batch, AMPLE, LIMITS)], step_model())
+    result = rollout([schedule(batch, AMPLE, LIMITS)], step_model())
     assert result.makespan_low_s < result.makespan_s < result.makespan_high_s
     assert result.timeline.seconds[-1] == pytest.approx(result.makespan_s)
     assert result.timeline.output_tokens.sum() == result.output_tokens == batch.responses.sum()
@@ -149,7 +149,7 @@ def test_the_interval_holds_the_makespan_and_the_timeline_ends_with_it() -> None
 @pytest.mark.parametrize("limits", [LIMITS, EngineLimits(async_scheduling=False)])
 def test_the_gradient_of_the_makespan_is_that_of_finite_differences(limits: EngineLimits) -> None:
     batch, model = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch(), step_model(limits=limits)
-    plans, small = [schedule(*batch, AMPLE, limits)], 1e-5
+    plans, small = [schedule(batch, AMPLE, limits)], 1e-5
     found = rollout(plans, model)
     for name, value in model.profile.coefficients.items():
         changed = replace(model.profile, coefficients=model.profile.coefficients | {name: value * (1 - small)})
@@ -169,7 +169,7 @@ def interval(baseline: Rollout, other: Rollout, profile: Profile, tensor_paralle
 def test_what_both_precisions_share_does_not_widen_their_speed_up() -> None:
     """The coefficients that move bf16 move fp8_kv too: the interval of the ratio is narrower than the makespans'."""
     batch = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch()
-    plans = [schedule(*batch, AMPLE, LIMITS)]
+    plans = [schedule(batch, AMPLE, LIMITS)]
     bf16, fp8 = (rollout(plans, step_model(preset=name)) for name in ("bf16", "fp8_block"))
     profile = step_model().profile
     low, high = interval(bf16, fp8, profile, 1)
@@ -227,7 +227,7 @@ def test_a_schedule_taken_over_from_a_larger_pool_is_the_one_this_pool_has(batch
     larger = None
     for pool in sorted(pools, reverse=True):
         (shared,) = larger = schedules([batch], pool_of(pool), LIMITS, larger)
-        own = schedule(*batch, pool, LIMITS)
+        own = schedule(batch, pool, LIMITS)
         np.testing.assert_array_equal(shared.used_blocks, own.used_blocks)
         np.testing.assert_array_equal(shared.steps, own.steps)
 
@@ -263,6 +263,6 @@ def test_fp8_kv_ends_the_preemption_that_bf16_suffers() -> None:
     found = {}
     for preset in ("bf16", "fp8_kv"):
         pool = memory_plan(shape, find_precision(preset), H200, limits).usable_blocks
-        found[preset] = rollout([schedule(*batch, pool, limits)], step_model(preset=preset, limits=limits))
+        found[preset] = rollout([schedule(batch, pool, limits)], step_model(preset=preset, limits=limits))
     assert found["bf16"].preemptions > found["fp8_kv"].preemptions == 0
     assert found["bf16"].makespan_s / found["fp8_kv"].makespan_s > 1.2

@@ -11,7 +11,7 @@ from scheduled_batches import FAMILIES, blocks_needed
 from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec, windows_of
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.model.workload import Batch
 
 TOKENS, REQUESTS = 16384, 1024  # of a step, at most, as in EngineLimits()
@@ -88,13 +88,20 @@ def table(*trajectories: list[tuple[int, int, float]]) -> TurnTable:
 
 
 def batch_of(prompts: list[int], prompt_ids: list[int], turns: TurnTable) -> Batch:
-    return Batch(np.array(prompts), np.add.reduceat(turns.generated, turns.first[:-1]), np.array(prompt_ids), turns)
+    return Batch.of_turns(np.array(prompts), turns, np.array(prompt_ids))
 
 
-def trace(seed: int, family: str = "full") -> Trace:
+def with_drops(turns: TurnTable, rng: np.random.Generator) -> TurnTable:
+    """Turns of which two thirds leave out tokens, from one to all of the answer."""
+    dropped = rng.integers(1, turns.generated + 1) * (rng.random(len(turns.generated)) < 2 / 3)
+    return turns._replace(dropped=dropped).ended()
+
+
+def trace(seed: int, family: str = "full", drops: bool = False) -> Trace:
     """A few trajectories of 1 to 6 turns. Even seeds are asynchronous. Every third seed has waits of whole steps.
 
     Four of five have prefix caching, and a third a cap on the trajectories at once. Pools hold from one request to all.
+    drops: prompts leave out tokens
     """
     rng = np.random.default_rng([seed, 65])
     kinds = FAMILIES.get(family, ("full",))
@@ -118,6 +125,8 @@ def trace(seed: int, family: str = "full") -> Trace:
         turns[-1] = (turns[-1][0], 0, 0.0)
         trajectories.append(turns)
     turns = table(*trajectories)
+    if drops:
+        turns = with_drops(turns, np.random.default_rng([seed, 66]))
     batch = batch_of(lengths.tolist(), prompt_ids.tolist(), turns)
     slots = int(rng.integers(1, 17))
     limits = EngineLimits(

@@ -260,6 +260,8 @@ class TimedStep(NamedTuple):
     prefill_tokens: int
     decode_tokens: int
     cached_tokens: int
+    queried_tokens: int
+    hit_tokens: int
     used_blocks: int
     preemptions: int
     begin_s: float
@@ -297,7 +299,9 @@ class _Client:
         """Take the tokens of a finished request, and start the tool, or another trajectory."""
         trajectory, turn = map(int, name.split("-"))
         request = self.requests.pop(name)
+        prompt, dropped = request.num_prompt_tokens, int(self.turns.dropped[turn])
         self.tokens[trajectory] = list(request.all_token_ids)
+        del self.tokens[trajectory][prompt : prompt + dropped]
         self.turn[trajectory] += 1
         if self.turn[trajectory] == self.turns.first[trajectory + 1]:
             self._send_next(now)
@@ -355,7 +359,8 @@ class _Engine:
             request = self.scheduler.requests[name]
             after = request.num_computed_tokens
             done = after >= request.num_tokens
-            sampled.append([_sampled(int(name.split("-")[0]), after)] if done else [])
+            trajectory, turn = map(int, name.split("-"))
+            sampled.append([_sampled(64 * trajectory + turn, after)] if done else [])
             if name in decoding:
                 work["decode"] += tokens
                 work["decode_kv"] += after
@@ -370,8 +375,8 @@ class _Engine:
             numbers = [work[x] for x in ("decode", "decode_kv", "prefill", "chunks", "prefill_kv", "pairs")]
             self.gpu_free = begin + seconds_of(self.clock, *numbers, sum(map(len, sampled)))
             used = self.num_blocks - self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-            cached = hits.hits + hits.preempted_hits
-            self.steps.append(TimedStep(work["prefill"], work["decode"], cached, used, self.preemptions, begin))
+            cached = hits.hits + hits.preempted_hits, hits.queries, hits.hits
+            self.steps.append(TimedStep(work["prefill"], work["decode"], *cached, used, self.preemptions, begin))
             self.preemptions = 0
         result = ModelRunnerOutput(list(served), {name: row for row, name in enumerate(served)}, sampled)
         return (output, result, max(begin, self.gpu_free)), bool(served)

@@ -26,11 +26,11 @@ from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
-from fp8plan.model.trajectories import TURN_OPTIONS
 from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
 from fp8plan.model.workload import WORKLOAD_OPTIONS, Batch, Workload
+from fp8plan.model.workload_turns import TURN_OPTIONS
 from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option
 from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION, planned_version
 

@@ -13,7 +13,7 @@ def turn_sentences(answer: Answer, prefix_caching: bool) -> list[str]:
     picked, own = answer.picked, answer.picked.turns
     if own is None:
         return []
-    sentences = [f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of admitted requests."]
+    sentences = [f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of prompts."]
     baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
     of_bf16 = 0.0 if baseline is None or baseline.turns is None else baseline.turns["again_tokens"]
     if own["again_tokens"] or of_bf16:

@@ -14,39 +14,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
-from fp8plan.errors import ConfigError
-from fp8plan.model.cost.base import IntArray
 from fp8plan.model.cost.clock import Clock
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec, windows_of
 from fp8plan.model.schedule.rows import Rows, Work
-from fp8plan.model.turns import TurnTable
-
-
-def check_turns(
-    turns: TurnTable,
-    responses: IntArray,
-    limits: EngineLimits,
-    groups: tuple[Spec, ...],
-    clock: Clock | None,
-) -> None:
-    """Raise ConfigError for turns that are malformed, and for what is not simulated. Arguments as in `schedule`."""
-    turns.check(responses)
-    if turns.dropped.any():
-        raise ConfigError(
-            "the next prompt leaves out tokens of a turn (reasoning_share, dropped), which is not simulated yet; "
-            "allowed: reasoning_share = 0"
-        )
-    if clock is None:
-        raise ConfigError("a batch with turns needs the seconds of each step; give clock")
-    windows = len(windows_of(groups))
-    tokens, requests, windows_timed = len(clock.tokens) - 1, clock.decode.shape[1] - 1, len(clock.decode) - 1
-    if tokens < limits.max_num_batched_tokens or requests < limits.max_num_seqs or windows_timed != windows:
-        raise ConfigError(
-            f"the clock has steps of up to {tokens} tokens and {requests} requests, with {windows_timed} windows, but "
-            f"the engine's have up to {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests, with "
-            f"{windows} windows; make it with Clock.of(model, windows) for this engine"
-        )
 
 
 class Times(NamedTuple):

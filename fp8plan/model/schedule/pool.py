@@ -26,7 +26,7 @@ from collections import Counter, OrderedDict, defaultdict
 from fp8plan.errors import CapacityError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
-from fp8plan.model.schedule.windows import skipped_tokens
+from fp8plan.model.schedule.windows import next_change, skipped_tokens
 
 NEVER = 2**62  # blocks that no pool has
 
@@ -166,9 +166,15 @@ class Pool:
             self.changes += 1  # a request that hit them may be admitted now
             self._new_states.clear()
 
-    def begin_turn(self, request: int, prompt: int) -> None:
-        """Note the tokens of a trajectory's prompt in its next turn. What it shares stays the first turn's prompt."""
+    def begin_turn(self, request: int, prompt: int, kept: int, computed: int) -> None:
+        """Note the tokens of a trajectory's next prompt, of which the first `kept` are still the same.
+
+        The blocks of `computed` tokens beyond are found no more. Those that have a hash wait for eviction.
+        """
         self._prompts[request] = prompt
+        for number in range(kept // self._size, computed // self._size):
+            for copies in self._copies:
+                copies.pop((~request, number), None)
 
     # Blocks of a request
 
@@ -426,25 +432,3 @@ class Pool:
     def _follow(self, request: int, step: int) -> None:
         self._event[request] = step
         self._calendar[step].append(request)
-
-
-def next_change(group: Spec, computed: int, lag: int) -> int:
-    """The next number of computed tokens at which a decoding request may take or free a block of the group.
-
-    lag: tokens in flight while it decodes: 1 under asynchronous scheduling. A block leaves the window only when the
-    step that made it useless has been processed.
-    """
-    size = group.block_size
-    take = computed // size * size + size
-    if group.kind == "sliding":
-        return min(take, _next(computed, group.window - 1 + lag, size))
-    if group.kind == "chunked":
-        return min(take, _next(computed, lag, group.window))
-    if group.kind == "state":
-        return min(take, _next(computed, 1 + lag, size))
-    return take
-
-
-def _next(above: int, start: int, period: int) -> int:
-    """The least of start + period, start + 2 * period, ... that is greater than `above`."""
-    return start + max((above - start) // period + 1, 1) * period

@@ -28,6 +28,9 @@ COLUMNS = (  # of a Schedule, in the order of c/state.h
     "prefill_pairs",  # query-key pairs of the chunks, summed
     "sampled_requests",  # that decode, or whose prefill ends here
     "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
+    # Of requests that are admitted here for the first time, as vLLM's metrics have it (PrefixCacheStats):
+    "queried_tokens",  # of their prompts
+    "hit_tokens",  # those of them that the prefix cache has
 )
 TURN_COLUMNS = {  # their types; 0 without turns
     "away": np.int64,  # trajectories whose tool works

@@ -39,10 +39,10 @@ from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap, windows_of
-from fp8plan.model.schedule.loop import check_turns
 from fp8plan.model.schedule.rows import TYPES
 from fp8plan.model.schedule.turns_in_c import TurnsInC
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
+from fp8plan.model.workload import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class Schedule:
     prefill_pairs: IntArray
     sampled_requests: IntArray
     cached_tokens: IntArray
+    queried_tokens: IntArray
+    hit_tokens: IntArray
     recomputed_tokens: IntArray
     running: IntArray
     waiting: IntArray
@@ -128,10 +130,7 @@ OF_0_30 = CacheRules()
 
 
 def schedule(
-    prompts: IntArray,
-    responses: IntArray,
-    prompt_ids: IntArray,
-    turns: TurnTable | None,
+    batch: Batch,
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int = 2**62,
@@ -141,32 +140,34 @@ def schedule(
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
 
-    prompts, responses: tokens per request, shape (requests,), all at least 1, in order of arrival
-    prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
-    turns:              of the requests, which are trajectories then; None: one turn each, and all wait at the start
-    num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
-    longest_run:        most steps in one row; 1 gives a row per step
-    groups:             specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full
-                        attention, with limits.block_size
-    rules:              of the prefix cache of windows and states
-    clock:              gives the seconds of a step; needed with turns, and not used without
+    batch:       requests that all wait at the start, or trajectories of turns
+    num_blocks:  KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
+    longest_run: most steps in one row; 1 gives a row per step
+    groups:      specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full attention,
+                 with limits.block_size
+    rules:       of the prefix cache of windows and states
+    clock:       gives the seconds of a step; needed with turns, and not used without
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
-    groups whose prefix caching is not modelled, and for turns that are malformed, drop tokens or come without a clock.
+    groups whose prefix caching is not modelled, and for turns that are malformed or come without a clock for them.
     """
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
+    turns = batch.turns
     if turns is not None:
-        check_turns(turns, responses, limits, groups, clock)
-    added = responses if turns is None else turns.added
-    least_pool = _check_fits(prompts + added, num_blocks, limits, groups)
-    work = prompts, responses, prompt_ids, turns, num_blocks, limits, longest_run, groups, rules, clock
+        turns.check(len(batch.prompts))
+        if clock is None:
+            raise ConfigError("a batch with turns needs the seconds of each step; give clock")
+        clock.check(limits, len(windows_of(groups)))
+    added = batch.responses if turns is None else turns.added
+    least_pool = _check_fits(batch.prompts + added, num_blocks, limits, groups)
+    work = batch, num_blocks, limits, longest_run, groups, rules, clock
     made = run_compiled(*work) or run_reference(*work)
     wanted = None if turns is not None or made.pool_mattered else max(num_blocks - made.least_free, least_pool)
     return Schedule(
         **made.columns,
-        prompt_tokens=int(prompts.sum()),
-        requests=len(prompts),
+        prompt_tokens=int(batch.prompts.sum()),
+        requests=len(batch.prompts),
         num_blocks=num_blocks,
         groups=groups,
         blocks_wanted=wanted,
@@ -209,10 +210,7 @@ class Run(NamedTuple):
 
 
 def run_compiled(
-    prompts: IntArray,
-    responses: IntArray,
-    prompt_ids: IntArray,
-    turns: TurnTable | None,
+    batch: Batch,
     num_blocks: int,
     limits: EngineLimits,
     longest: int,
@@ -224,7 +222,7 @@ def run_compiled(
     library = compiled()
     if library is None:
         return None
-    windows = windows_of(groups)
+    windows, turns = windows_of(groups), batch.turns
     specs = [
         (KINDS[g.kind], g.block_size, g.window, g.checkpoints, admission_cap(g, limits), groups.index(g))
         for g in groups
@@ -241,10 +239,11 @@ def run_compiled(
         rules.leaves_one,
         rules.holders_wait,
     )
-    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
-    tables = (counts, prompts, responses, prompt_ids, settings, specs, [(KINDS[kind], size) for kind, size in windows])
+    counts = len(batch.prompts), int(batch.prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
+    kinds = [(KINDS[kind], size) for kind, size in windows]
+    tables = (counts, batch.prompts, batch.responses, batch.prompt_ids, settings, specs, kinds)
     arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
-    facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
+    facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(batch.prompts), dtype=np.int64), Numbers()
     pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]
     timed = None if turns is None or clock is None else TurnsInC(turns, clock)
     made = library.fp8plan_schedule(*pointers, timed, ctypes.byref(rows))
@@ -296,10 +295,7 @@ def compiled() -> ctypes.CDLL | None:
 
 
 def run_reference(
-    prompts: IntArray,
-    responses: IntArray,
-    prompt_ids: IntArray,
-    turns: TurnTable | None,
+    batch: Batch,
     num_blocks: int,
     limits: EngineLimits,
     longest: int,
@@ -313,9 +309,10 @@ def run_reference(
     from fp8plan.model.schedule.state import State
 
     kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
-    pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
-    table = TurnTable.single(responses) if turns is None else turns
-    state = State(prompts.tolist(), table, pool, groups, limits, rules, clock)
+    prompts, turns = batch.prompts.tolist(), batch.turns
+    pool = kind(num_blocks, groups, limits, prompts, batch.prompt_ids.tolist(), rules)
+    table = TurnTable.single(batch.responses) if turns is None else turns
+    state = State(list(prompts), table, pool, groups, limits, rules, clock)
     state.run(longest)
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
     ended = np.array(state.ended, dtype=np.int64)

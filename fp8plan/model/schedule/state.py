@@ -5,8 +5,8 @@ prefix caching, a model with states is prefilled in whole blocks (`_mamba_block_
 vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then even a decoding request may get
 no token in a step.
 
-A trajectory of several turns is one entry for all of them, which waits, runs and finishes once for each turn. Its
-tokens only grow, so its next turn finds the blocks of the turns before, unless they are evicted.
+A trajectory of several turns is one entry for all of them, which waits, runs and finishes once for each turn. A turn
+finds the blocks of the turns before, unless they are evicted, up to the first token that its prompt leaves out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.client import Client
 from fp8plan.model.schedule.loop import Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.rows import Chunk, Rows
-from fp8plan.model.schedule.trajectories import Trajectories
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 
 
 class State:
@@ -46,12 +46,13 @@ class State:
         requests = len(prompts)
         self.pool, self.num_blocks = pool, pool.free
         self.loop = Loop(int(limits.async_scheduling), clock)
-        self.trajectories = Trajectories(turns, self.loop)
+        self.client = Client(turns, self.loop)
         self.prompts = prompts  # of the turn
         # Tokens computed at the end of the turn.
-        self.final = [prompt + self.trajectories.generated(at) - 1 for at, prompt in enumerate(prompts)]
+        self.final = [prompt + self.client.generated(at) - 1 for at, prompt in enumerate(prompts)]
         self.block_size = groups[0].block_size if limits.enable_prefix_caching else 1
         self.earlier = [0] * requests  # tokens of earlier turns that the prefix cache may have
+        self.is_new = [True] * requests  # no step has served it in this turn
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.reserve_full_prompt = limits.scheduler_reserve_full_isl
         self.lag = int(limits.async_scheduling)
@@ -63,7 +64,7 @@ class State:
         self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
         self.retain_all = rules.retain_all
         self.now = 0
-        self.queue = deque(reversed(range(self.trajectories.begun)))  # the waiting requests; the head is the last entry
+        self.queue = deque(reversed(range(self.client.begun)))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # in order of admission; includes `leaving`
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.offset: dict[int, int] = {}  # of the steady requests
@@ -81,7 +82,8 @@ class State:
         self.least_free = pool.free
         self.preemptions = 0  # number since the last row
         self.lost = 0  # tokens that the preempted requests had computed
-        self.again = 0  # tokens of earlier turns that the prefix cache had lost, since the last row
+        self.cached = 0  # tokens of admitted requests that the prefix cache had, since the last row
+        self.queried = self.hits = self.again = 0  # tokens of the new ones of them; that it had, and that it had lost
         self.rows = Rows(groups)
         self.ended = [0] * requests  # the row that ended each request, or the last turn of a trajectory
 
@@ -99,18 +101,20 @@ class State:
         if not self.queue and not self.running:
             self.loop.wait()
         for request in self.loop.take_arrived():
-            if self.trajectories.is_away(request):
+            if self.client.is_away(request):
                 self._begin_next_turn(request)
             self.queue.appendleft(request)
 
     def _begin_next_turn(self, request: int) -> None:
-        """Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far."""
-        computed = self.final[request]
-        prompt = computed + 1 + self.trajectories.next_turn(request)  # the last generated token was not computed
-        self.earlier[request] = computed // self.block_size * self.block_size
+        """Make a trajectory's entry that of the next turn's request."""
+        computed = self.final[request]  # without the last generated token
+        prompt, same = self.client.next_turn(request, self.prompts[request])
+        kept = min(same, computed)
+        self.earlier[request] = min(kept, prompt - 1) // self.block_size * self.block_size
+        self.is_new[request] = True
         self.prompts[request] = self.length[request] = self.target[request] = prompt
-        self.final[request] = prompt + self.trajectories.generated(request) - 1
-        self.pool.begin_turn(request, prompt)
+        self.final[request] = prompt + self.client.generated(request) - 1
+        self.pool.begin_turn(request, prompt, kept, computed)
 
     def _decode(self, longest: int) -> None:
         """Run steps until a request finishes, arrives or is admitted, while every decoding one is sure to find blocks.
@@ -133,14 +137,14 @@ class State:
             pool.serve(self.now + steps)
             if self._may_admit():
                 if steps:
-                    self._end(steps, free, [], [], 0)
+                    self._end(steps, free, [], [])
                 chunks: list[Chunk] = []
-                cached = self._admit(self.budget - len(self.offset), chunks)
-                self._end(1, pool.free, chunks, [], cached)
+                self._admit(self.budget - len(self.offset), chunks)
+                self._end(1, pool.free, chunks, [])
                 return
             steps += 1
         if steps:
-            self._end(steps, pool.free, [], [], 0)
+            self._end(steps, pool.free, [], [])
         else:
             self._step()
 
@@ -157,14 +161,13 @@ class State:
         idle = not self.running  # then a step that admits nobody would repeat for ever
         chunks: list[Chunk] = []
         again: list[Chunk] = []  # tokens of requests that decode, but got none in the step before
-        cached = 0
         budget, preemptions = self._serve_running(chunks, again)
         if not preemptions:
-            cached = self._admit(budget, chunks)
+            self._admit(budget, chunks)
         if idle and not chunks:
             raise too_few_blocks(self.num_blocks)
         self.preemptions += preemptions
-        self._end(1, self.pool.free, chunks, again, cached)
+        self._end(1, self.pool.free, chunks, again)
 
     def _serve_running(self, chunks: list[Chunk], again: list[Chunk]) -> tuple[int, int]:
         """Serve the running requests in turn; returns the budget left, and the number of preemptions."""
@@ -261,9 +264,9 @@ class State:
             self.refused_at = counts
         return tokens > 0
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> int:
-        """Admit waiting requests while they find budget, slots and blocks; returns the tokens found in the cache."""
-        pool, cached = self.pool, 0
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        """Admit waiting requests while they find budget, slots and blocks."""
+        pool = self.pool
         while self.queue and budget and len(self.running) < self.max_num_seqs:
             request = self.queue[-1]
             tokens, hit = self._admissible(request, budget)
@@ -272,15 +275,17 @@ class State:
             self.running.append(self.queue.pop())
             pool.admit(request, hit)
             pool.take(request, hit + tokens, self._has_checkpoint(request, hit, hit + tokens))
-            cached += hit
-            self.again += max(self.earlier[request] - hit, 0)
-            self.earlier[request] = 0
+            self.cached += hit
+            if self.is_new[request]:
+                self.queried += self.length[request]
+                self.hits += hit
+                self.again += max(self.earlier[request] - hit, 0)
+                self.is_new[request] = False
             budget -= tokens
             self.computed[request] = hit
             self.target[request] = self.length[request]
             self._computed(request, hit + tokens)
             chunks.append((request, hit, hit + tokens))
-        return cached
 
     def _admissible(self, request: int, budget: int) -> tuple[int, int]:
         """The pair (tokens that the head of the queue may compute in this step, 0 if it must wait; tokens hit)."""
@@ -394,11 +399,11 @@ class State:
 
     # The end of a row
 
-    def _end(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], cached: int) -> None:
+    def _end(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk]) -> None:
         """Record a row, advance, start decoding after a whole prefill, and release finished requests."""
         started = [(request, after) for request, _, after in chunks if after == self.target[request]]
         if self.offset or chunks or again:
-            self._record(steps, free, chunks, again, len(started), cached)
+            self._record(steps, free, chunks, again, len(started))
             self.loop.serve(self.rows)
         else:
             self.loop.skip()
@@ -412,7 +417,7 @@ class State:
                 self.last_step[request] = self.now - 1
             self.computed[request] = self._stop_decoding(request)
             self.ended[request] = len(self.rows) - 1
-            self.trajectories.end_turn(request)
+            self.client.end_turn(request)
         if finished:
             self.rows.last["finished"] = len(finished)
         gone = finished
@@ -422,9 +427,7 @@ class State:
             self.running.remove(request)
             self.pool.release(request, self.final[request])
 
-    def _record(
-        self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], started: int, cached: int
-    ) -> None:
+    def _record(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], started: int) -> None:
         """Record a row with no finished request. started: number of requests whose prefill ends in it"""
         context = [self.now + offset for offset in self.offset.values()]
         decoding = [(before, before + steps) for before in context] + [(before, after) for _, before, after in again]
@@ -436,10 +439,12 @@ class State:
             "used_blocks": self.num_blocks - free,
             "preemptions": self.preemptions,
             "sampled_requests": started + len(decoding),
-            "cached_tokens": cached,
-            "away": self.trajectories.away,
+            "cached_tokens": self.cached,
+            "queried_tokens": self.queried,
+            "hit_tokens": self.hits,
+            "away": self.client.away,
             "again_tokens": self.again,
             "idle_s": self.loop.take_idle(),
         }
         self.rows.add(decoding, chunks, counts)
-        self.preemptions = self.lost = self.again = 0
+        self.preemptions = self.lost = self.cached = self.queried = self.hits = self.again = 0

@@ -7,11 +7,11 @@ import ctypes
 import numpy as np
 
 from fp8plan.model.cost.clock import DEPTHS, SIZE_STEP, Clock
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 
 TABLES = ("tokens", "sampled", "decode", "first", "further", "uneven", "launches", "host")
 NUMBERS = ("kinds", "decode_rows", "chunk_rows", "num_depths", "size_step", "overlaps", "leads", "on_cpu")
-TURNS = {"first": np.int64, "generated": np.int64, "tool": np.int64, "wait_s": np.float64}
+TURNS = {"first": np.int64, "generated": np.int64, "tool": np.int64, "dropped": np.int64, "wait_s": np.float64}
 
 
 class ClockInC(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Windows and chunks of attention: the tokens that are read inside."""
+"""Windows and chunks of attention: the tokens that are read inside, and when a decoding request needs other blocks."""
 
 from __future__ import annotations
 
@@ -31,3 +31,25 @@ def skipped_tokens(group: Spec, processed: int) -> int:
     if group.kind == "chunked":
         return processed // group.window * group.window
     return 0
+
+
+def next_change(group: Spec, computed: int, lag: int) -> int:
+    """The next number of computed tokens at which a decoding request may take or free a block of the group.
+
+    lag: tokens in flight while it decodes: 1 under asynchronous scheduling. A block leaves the window only when the
+    step that made it useless has been processed.
+    """
+    size = group.block_size
+    take = computed // size * size + size
+    if group.kind == "sliding":
+        return min(take, _next(computed, group.window - 1 + lag, size))
+    if group.kind == "chunked":
+        return min(take, _next(computed, lag, group.window))
+    if group.kind == "state":
+        return min(take, _next(computed, 1 + lag, size))
+    return take
+
+
+def _next(above: int, start: int, period: int) -> int:
+    """The least of start + period, start + 2 * period, ... that is greater than `above`."""
+    return start + max((above - start) // period + 1, 1) * period

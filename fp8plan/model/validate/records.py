@@ -26,9 +26,9 @@ from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside
-from fp8plan.model.trajectories import LoggedTurns
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.model.workload import Batch, Workload
+from fp8plan.model.workload_turns import LoggedTurns
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
 
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"

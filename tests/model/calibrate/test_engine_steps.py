@@ -26,13 +26,14 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import rollout
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.validate.records import Record
+from fp8plan.model.workload import Batch
 
 # Long prompts are prefilled in chunks that give no token, few slots make requests wait, and a small pool preempts.
 TIGHT = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "measured_kv_cache_tokens": 1024, "max_model_len": 700}
 
 
 def planned_of(run: Record) -> Schedule:
-    return schedule(*run.batch, run.fields["measured_kv_cache_tokens"] // run.limits.block_size - 1, run.limits)
+    return schedule(run.batch, run.fields["measured_kv_cache_tokens"] // run.limits.block_size - 1, run.limits)
 
 
 def trace(plan: Schedule, seconds: Array, **more: Any) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         async_scheduling=draw(st.booleans()),
         enable_prefix_caching=draw(st.booleans()),
     )
-    return schedule(prompts, responses, np.arange(prompts.size), None, draw(st.integers(12, 40)), limits)
+    return schedule(Batch(prompts, responses, np.arange(prompts.size)), draw(st.integers(12, 40)), limits)
 
 
 @given(schedules(), st.lists(st.floats(0, 1), max_size=6))
@@ -84,7 +85,7 @@ def test_two_windows_are_as_one_over_both(plan: Schedule, a: float, b: float) ->
 def test_a_step_that_gives_no_token_belongs_to_the_next_token() -> None:
     """One request at a time; the second is prefilled in three chunks that give nothing, then one that does."""
     limits = EngineLimits(max_num_seqs=1, max_num_batched_tokens=32, enable_prefix_caching=False)
-    plan = schedule(np.array([20, 100]), np.array([5, 4]), np.arange(2), None, 20, limits)
+    plan = schedule(Batch(np.array([20, 100]), np.array([5, 4]), np.arange(2)), 20, limits)
     silent = (plan.sampled_requests == 0) & (plan.prefill_tokens > 0)
     assert plan.steps[silent].sum() == 3
     first, second = overlap(plan, np.array([0, 5, 9]))
@@ -95,7 +96,7 @@ def test_a_step_that_gives_no_token_belongs_to_the_next_token() -> None:
 
 
 def test_a_trace_without_its_last_line_still_holds_every_step() -> None:
-    plan = schedule(np.array([16]), np.array([100]), np.arange(1), None, 20, EngineLimits())
+    plan = schedule(Batch(np.array([16]), np.array([100]), np.arange(1)), 20, EngineLimits())
     weights = overlap(plan, np.array([0, 45, 90]))
     np.testing.assert_allclose(weights.sum(axis=0), plan.steps)
     np.testing.assert_allclose(weights @ plan.sampled_requests, [50, 50])

@@ -16,9 +16,9 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import makespans, rollout, schedules_of_turns, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.trajectories import Turns
 from fp8plan.model.tune.search import tune
 from fp8plan.model.workload import Workload
+from fp8plan.model.workload_turns import Turns
 
 DENSE, GPU = "Qwen/Qwen3-8B", "h200_sxm"
 TURNS = Turns(6, LogNormal(300, 0.8, 2000), 200, LogNormal(2, 1, 60))
@@ -119,10 +119,16 @@ def test_the_tail_is_the_time_with_few_trajectories_left() -> None:
     assert by_precision(plan(DENSE, GPU, level))["bf16"].tail_fraction < 0.2  # type: ignore[operator]
 
 
+def test_a_turn_finds_the_prefix_up_to_dropped_reasoning() -> None:
+    work = Workload(4, 2, 800, turns=Turns(6, 300, 200, 1.0, reasoning_share=0.5))
+    turns = turns_of(plan(DENSE, GPU, work).select())
+    prompts = 800 + (300 - 150 + 200) * np.arange(6)
+    hits = 8 * (prompts[:-1] // 16 * 16).sum() + 4 * (799 // 16 * 16)  # the second sample finds the prompt of the first
+    assert turns["hit_share"] == hits / (8 * prompts.sum())
+    assert turns["again_tokens"] == 0
+
+
 def test_what_is_not_simulated_is_refused() -> None:
-    dropped = Workload(4, 2, 800, turns=Turns(6, 300, 200, 1.0, reasoning_share=0.5))
-    with pytest.raises(ConfigError, match="allowed: reasoning_share = 0"):
-        plan(DENSE, GPU, dropped)
     with pytest.raises(ConfigError, match="whose limits are not tuned yet; plan them"):
         tune(DENSE, GPU, WORK)
 

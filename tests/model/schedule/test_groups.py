@@ -17,9 +17,9 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.pool import next_change
 from fp8plan.model.schedule.scheduler import Schedule, schedule
-from fp8plan.model.schedule.windows import pairs_read, tokens_read
+from fp8plan.model.schedule.windows import next_change, pairs_read, tokens_read
+from fp8plan.model.workload import Batch
 from fp8plan.version import has
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
@@ -32,7 +32,7 @@ def rules(made: Case) -> CacheRules:
 
 
 def run(made: Case, longest_run: int = 2**62) -> Schedule:
-    return schedule(*made.batch, made.pool, made.limits, longest_run, groups=made.groups, rules=rules(made))
+    return schedule(made.batch, made.pool, made.limits, longest_run, groups=made.groups, rules=rules(made))
 
 
 @pytest.mark.vllm
@@ -75,7 +75,7 @@ def test_states_at_the_end_of_a_prompt_by_version(version: str, checkpoints: int
     groups = (Spec("full", 16), Spec("state", 16, checkpoints=checkpoints))
     for (length, samples), expected in zip(((39, 3), (48, 1)), prefilled, strict=True):
         prompts, ids = np.full(samples, length), np.zeros(samples, int)
-        plan = schedule(prompts, np.full(samples, 9), ids, None, 100, limits, 1, groups, CacheRules.of(version))
+        plan = schedule(Batch(prompts, np.full(samples, 9), ids), 100, limits, 1, groups, CacheRules.of(version))
         assert plan.prefill_tokens[: len(expected)].tolist() == expected
 
 
@@ -179,7 +179,7 @@ def test_no_block_comes_free_before_the_next_change(kind: CacheKind, window: int
 
 def one(groups: tuple[Spec, ...], pool: int, caching: bool, **settings: int | bool) -> Schedule:
     limits = replace(EngineLimits(async_scheduling=False, enable_prefix_caching=caching), **settings)  # type: ignore[arg-type]
-    return schedule(np.array([100]), np.array([61]), np.array([0]), None, pool, limits, 1, groups=groups)
+    return schedule(Batch(np.array([100]), np.array([61]), np.array([0])), pool, limits, 1, groups=groups)
 
 
 def test_a_window_frees_blocks_while_its_request_decodes() -> None:

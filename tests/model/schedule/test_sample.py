@@ -35,7 +35,7 @@ SIZE = 2_000
 
 
 def simulate(batch: Batch, pool: int = AMPLE) -> Schedule:
-    return schedule(*batch, pool, LIMITS)
+    return schedule(batch, pool, LIMITS)
 
 
 def growing(requests: int) -> Trace:

@@ -43,7 +43,7 @@ def assert_equals_vllm(batch: Batch, pool: int, limits: EngineLimits) -> None:
     import vllm_oracle
 
     real = vllm_oracle.run(*batch, pool, limits)
-    simulated = schedule(*batch, pool, limits, longest_run=1)
+    simulated = schedule(batch, pool, limits, longest_run=1)
     rows = zip(*(getattr(simulated, column).tolist() for column in COMPARED), strict=True)
     assert list(rows) == [tuple(step) for step in real]
 
@@ -74,7 +74,7 @@ def test_a_head_whose_hits_are_evicted_is_admitted_as_vllm_does() -> None:
 
 def test_a_first_chunk_fits_once_the_blocks_it_would_have_hit_are_evicted() -> None:
     batch, pool, limits = evicted_hits_case()
-    assert schedule(*batch, pool, limits).num_preemptions == 94  # as in vLLM; 92 if the head had to wait for more
+    assert schedule(batch, pool, limits).num_preemptions == 94  # as in vLLM; 92 if the head had to wait for more
 
 
 @pytest.fixture
@@ -101,12 +101,12 @@ def test_without_a_compiler_the_reference_makes_the_schedule(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     batch, pool, limits = random_case(100, async_scheduling=True)
-    expected = schedule(*batch, pool, limits)
+    expected = schedule(batch, pool, limits)
     compiled.cache_clear()
     shutil.rmtree(cache_folder / "fp8plan", ignore_errors=True)
     monkeypatch.setenv("CC", compiler)
     assert compiled() is None
-    np.testing.assert_array_equal(schedule(*batch, pool, limits).used_blocks, expected.used_blocks)
+    np.testing.assert_array_equal(schedule(batch, pool, limits).used_blocks, expected.used_blocks)
 
 
 def test_a_cache_folder_that_cannot_be_written_to_is_no_error(
@@ -121,8 +121,8 @@ def test_a_cache_folder_that_cannot_be_written_to_is_no_error(
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_runs_of_steps_add_up_to_the_single_steps(seed: int, async_scheduling: bool) -> None:
     batch, pool, limits = random_case(seed, async_scheduling)
-    single = schedule(*batch, pool, limits, longest_run=1)
-    runs = schedule(*batch, pool, limits)
+    single = schedule(batch, pool, limits, longest_run=1)
+    runs = schedule(batch, pool, limits)
     assert len(runs.steps) < single.num_steps or runs.num_steps < 3
     assert_runs_add_up(runs, single)
     grown = runs.decode_kv_tokens * runs.steps + runs.decode_requests * runs.steps * (runs.steps - 1) // 2
@@ -142,7 +142,7 @@ def cases(draw: st.DrawFn, starved: bool = True) -> tuple[Batch, int, EngineLimi
 @example(random_case(IDLE_PREEMPTION, async_scheduling=True))
 def test_tokens_are_conserved(case: tuple[Batch, int, EngineLimits]) -> None:
     batch, pool, limits = case
-    plan = schedule(*batch, pool, limits)
+    plan = schedule(batch, pool, limits)
     served = total(plan, "prefill_tokens") + total(plan, "decode_requests")
     wanted = int((batch.prompts + batch.responses - 1).sum())
     assert served == wanted + plan.recomputed_tokens.sum() - plan.cached_tokens.sum()
@@ -154,7 +154,7 @@ def test_tokens_are_conserved(case: tuple[Batch, int, EngineLimits]) -> None:
 @given(cases())
 def test_limits_hold_in_every_step(case: tuple[Batch, int, EngineLimits]) -> None:
     batch, pool, limits = case
-    plan = schedule(*batch, pool, limits)
+    plan = schedule(batch, pool, limits)
     assert plan.used_blocks.max() <= pool
     assert plan.running.max() <= limits.max_num_seqs
     assert (plan.prefill_tokens + plan.decode_requests).max() <= limits.max_num_batched_tokens
@@ -164,7 +164,7 @@ def test_limits_hold_in_every_step(case: tuple[Batch, int, EngineLimits]) -> Non
 @given(cases(starved=False))
 def test_a_pool_that_holds_everything_preempts_nothing(case: tuple[Batch, int, EngineLimits]) -> None:
     batch, pool, limits = case
-    plan = schedule(*batch, pool, limits)
+    plan = schedule(batch, pool, limits)
     assert plan.num_preemptions == 0
     assert plan.recomputed_tokens.sum() == 0
 
@@ -174,7 +174,7 @@ def test_a_pool_that_holds_everything_preempts_nothing(case: tuple[Batch, int, E
 def test_no_request_ends_before_its_own_steps(case: tuple[Batch, int, EngineLimits]) -> None:
     batch, pool, limits = case
     limits = replace(limits, enable_prefix_caching=False)
-    plan = schedule(*batch, pool, limits)
+    plan = schedule(batch, pool, limits)
     own = -(-batch.prompts // limits.max_num_batched_tokens) + batch.responses - 1
     assert plan.num_steps >= own.max()
 
@@ -183,26 +183,26 @@ def test_no_request_ends_before_its_own_steps(case: tuple[Batch, int, EngineLimi
 @given(cases(starved=False), st.integers(0, 10**6))
 def test_blocks_wanted_is_a_pool_with_the_same_schedule(case: tuple[Batch, int, EngineLimits], more: int) -> None:
     batch, pool, limits = case
-    plan = schedule(*batch, pool, limits)
+    plan = schedule(batch, pool, limits)
     if plan.blocks_wanted is None:
         return
-    smaller = schedule(*batch, plan.blocks_wanted + more % (pool - plan.blocks_wanted + 1), limits)
+    smaller = schedule(batch, plan.blocks_wanted + more % (pool - plan.blocks_wanted + 1), limits)
     for column in ("steps", "prefill_tokens", "decode_requests", "used_blocks"):
         np.testing.assert_array_equal(getattr(plan, column), getattr(smaller, column))
 
 
 def test_a_head_that_had_to_wait_leaves_it_open_which_pool_gives_the_same_schedule() -> None:
     batch, pool, limits = random_case(230, True)
-    plan = schedule(*batch, pool, limits)
+    plan = schedule(batch, pool, limits)
     assert plan.num_preemptions == 0
     assert plan.blocks_wanted is None
-    assert schedule(*batch, 2 * pool, limits).num_steps < plan.num_steps
+    assert schedule(batch, 2 * pool, limits).num_steps < plan.num_steps
 
 
 def test_a_preemption_in_a_step_that_serves_nobody_is_counted() -> None:
     """The first request has ended, but holds its blocks for a step more: the second finds none and preempts itself."""
     batch = Batch(np.array([20, 21]), np.array([12, 20]), np.arange(2))  # 31 and 40 tokens are stored: 2 and 3 blocks
-    plan = schedule(*batch, 4, EngineLimits(enable_prefix_caching=False, async_scheduling=True))
+    plan = schedule(batch, 4, EngineLimits(enable_prefix_caching=False, async_scheduling=True))
     assert plan.num_preemptions == 1
     assert plan.recomputed_tokens.sum() == 32
     assert not plan.holds_for(5, plan.groups)  # which preempts nothing
@@ -210,7 +210,7 @@ def test_a_preemption_in_a_step_that_serves_nobody_is_counted() -> None:
 
 def test_siblings_prefill_their_prompt_once() -> None:
     batch = Batch(np.full(8, 165), np.full(8, 4), np.zeros(8, dtype=np.int64))
-    plan = schedule(*batch, 1000, EngineLimits())
+    plan = schedule(batch, 1000, EngineLimits())
     assert plan.prefill_tokens.sum() == 165 + 7 * (165 % BLOCK)
     assert plan.cached_tokens.sum() == 7 * (165 - 165 % BLOCK)
 
@@ -218,14 +218,12 @@ def test_siblings_prefill_their_prompt_once() -> None:
 def test_asynchronous_scheduling_frees_a_slot_one_step_later() -> None:
     batch = Batch(np.full(2, 10), np.full(2, 5), np.arange(2))
     alone = EngineLimits(max_num_seqs=1, async_scheduling=False)
-    assert schedule(*batch, 100, alone).num_steps == 5 + 5
+    assert schedule(batch, 100, alone).num_steps == 5 + 5
     # In the lag between the two no request runs, and a step without tokens costs nothing.
-    assert schedule(*batch, 100, replace(alone, async_scheduling=True)).num_steps == 5 + 5
+    assert schedule(batch, 100, replace(alone, async_scheduling=True)).num_steps == 5 + 5
     pair = Batch(np.full(4, 10), np.array([5, 9, 5, 5]), np.arange(4))
     two = EngineLimits(max_num_seqs=2, async_scheduling=False)
-    assert (
-        schedule(*pair, 100, two).num_steps + 1 == schedule(*pair, 100, replace(two, async_scheduling=True)).num_steps
-    )
+    assert schedule(pair, 100, two).num_steps + 1 == schedule(pair, 100, replace(two, async_scheduling=True)).num_steps
 
 
 @pytest.mark.vllm
@@ -236,12 +234,12 @@ def test_more_blocks_can_mean_more_preemptions_in_vllm_too() -> None:
     batch = Batch(np.array([6, 32, 20]), np.array([53, 54, 64]), np.arange(3))
     limits = EngineLimits(enable_prefix_caching=False, async_scheduling=False)
     real = [sum(step.preemptions for step in vllm_oracle.run(*batch, pool, limits)) for pool in (7, 8)]
-    assert real == [schedule(*batch, pool, limits).num_preemptions for pool in (7, 8)]
+    assert real == [schedule(batch, pool, limits).num_preemptions for pool in (7, 8)]
     assert real[1] > real[0]
 
 
 def test_a_request_that_can_never_fit_is_an_error() -> None:
     batch = Batch(np.array([100]), np.array([61]), np.array([0]))
-    schedule(*batch, 10, EngineLimits())  # 160 tokens are stored: the last one is never read
+    schedule(batch, 10, EngineLimits())  # 160 tokens are stored: the last one is never read
     with pytest.raises(CapacityError, match=r"161 tokens.*needs 10 KV blocks.*pool has 9"):
-        schedule(*batch, 9, EngineLimits())
+        schedule(batch, 9, EngineLimits())

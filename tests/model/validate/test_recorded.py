@@ -13,9 +13,9 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.distributions import Trace
-from fp8plan.model.trajectories import LoggedTurns
 from fp8plan.model.validate.records import recorded_workload, workload_of
 from fp8plan.model.workload import Batch
+from fp8plan.model.workload_turns import LoggedTurns
 
 ROLLOUT: dict[str, Any] = {
     "prompt_ids": ["b", "a", "b", "a"],

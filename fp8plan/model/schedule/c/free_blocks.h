@@ -35,10 +35,14 @@ static void add_copy(Content *content, Span *span, int oldest) {
         if (!content->oldest[block]) content->oldest[block] = span;
 }
 
-/* Forget a span that holds no block. */
-static void forget(State *s, Span *span) {
+static void remove_copy(Span *span) {
     *(span->older ? &span->older->newer : &span->content->first) = span->newer;
     *(span->newer ? &span->newer->older : &span->content->last) = span->older;
+}
+
+/* Forget a span that holds no block. */
+static void forget(State *s, Span *span) {
+    remove_copy(span);
     if (span->front) span->front->rest = span->rest;
     if (span->rest) span->rest->front = span->front;
     dequeue(span);
@@ -114,6 +118,17 @@ static Span *split(State *s, Span *span, number at) {
     for (number block = at; content->oldest && block < rest->end; block++)
         if (content->oldest[block] == span) content->oldest[block] = rest;
     return rest;
+}
+
+/* Let the free blocks of a content from block `first` on be found no more. They wait for eviction where they are. */
+static void hide(State *s, Content *content, number first, Content *gone) {
+    for (Span *span = content->first, *next; span; span = next) {
+        if (span->start < first && first < span->end) split(s, span, first);
+        next = span->newer;
+        if (span->start < first) continue;
+        remove_copy(span);
+        add_copy(gone, span, 0);
+    }
 }
 
 /* Take the blocks [start, end) out of a free span. The rest stays where it is in the queue. */

@@ -4,8 +4,8 @@
 #ifndef FP8PLAN_REQUESTS_H
 #define FP8PLAN_REQUESTS_H
 
+#include "client.h"
 #include "rhythm.h"
-#include "turns.h"
 #include "windows.h"
 
 static void note_free(State *s, number blocks) { s->facts->least_free = least(s->facts->least_free, blocks); }
@@ -194,9 +194,9 @@ static int may_admit(State *s) {
     return 0;
 }
 
-/* Admit waiting requests while they find budget, slots and blocks; returns the tokens found in the cache. */
-static number admit_waiting(State *s, number budget) {
-    number cached = 0, hit = 0;
+/* Admit waiting requests while they find budget, slots and blocks. */
+static void admit_waiting(State *s, number budget) {
+    number hit = 0;
     while (s->waiting && budget && s->running < s->settings.max_num_seqs) {
         number request = s->head, tokens = admissible(s, request, budget, &hit);
         if (!tokens) break;
@@ -206,16 +206,19 @@ static number admit_waiting(State *s, number budget) {
         s->unsteady++;
         admit(s, request, hit);
         take(s, request, hit + tokens, has_checkpoint(s, request, hit, hit + tokens));
-        cached += hit;
-        s->again_tokens += most(s->earlier[request] - hit, 0);
-        s->earlier[request] = 0;
+        s->cached_tokens += hit;
+        if (s->is_new[request]) {
+            s->queried_tokens += s->length[request];
+            s->hit_tokens += hit;
+            s->again_tokens += most(s->earlier[request] - hit, 0);
+            s->is_new[request] = 0;
+        }
         budget -= tokens;
         s->computed[request] = hit;
         s->target[request] = s->length[request];
         note_computed(s, request, hit + tokens);
         add_chunk(&s->chunks, request, hit, hit + tokens);
     }
-    return cached;
 }
 
 #endif

@@ -28,6 +28,7 @@ static void begin_group(State *s, Group *group, number prompts) {
         group->own = zeros(s, n, sizeof(Content));
         group->states = zeros(s, n, sizeof(Content));
         group->prompts = zeros(s, prompts, sizeof(Content));
+        group->gone = zeros(s, 1, sizeof(Content));
     }
 }
 
@@ -91,7 +92,7 @@ static void begin_requests(State *s, const number *prompts, const number *respon
     number n = s->requests;
     number **zeroed[] = {&s->final, &s->length, &s->target, &s->computed, &s->junction, &s->last_tokens,
                          &s->hashed, &s->steady_from, &s->finished, &s->leaving, &s->prompts, &s->turn,
-                         &s->last_final, &s->earlier};
+                         &s->most_final, &s->earlier};
     for (size_t i = 0; i < sizeof zeroed / sizeof *zeroed; i++) *zeroed[i] = numbers(s, n, 0);
     s->last_step = numbers(s, n, -2);
     s->rank = numbers(s, n, NONE);
@@ -99,6 +100,7 @@ static void begin_requests(State *s, const number *prompts, const number *respon
     s->after = numbers(s, n + 1, n);
     s->steady = zeros(s, n, sizeof(char));
     s->is_leaving = zeros(s, n, sizeof(char));
+    s->is_new = zeros(s, n, sizeof(char));
     s->chunks.items = zeros(s, n, sizeof(Chunk));
     s->again_chunks.items = zeros(s, n, sizeof(Chunk));
     s->finishes = new_heap(s);
@@ -109,7 +111,8 @@ static void begin_requests(State *s, const number *prompts, const number *respon
     s->begun = s->turns ? least(s->turns->concurrent, n) : n;
     for (number i = 0; i < n; i++) {
         s->prompts[i] = s->length[i] = s->target[i] = prompts[i];
-        s->final[i] = s->last_final[i] = prompts[i] + responses[i] - 1;
+        s->final[i] = s->most_final[i] = prompts[i] + responses[i] - 1;
+        s->is_new[i] = 1;
         if (s->turns) begin_turns(s, i);
         if (i < s->begun) join_queue(s, i);
     }

@@ -16,7 +16,7 @@ enum { FULL, SLIDING, CHUNKED, STATE }; /* kinds of groups; a latent one is FULL
 enum { /* columns of a row: scheduler.COLUMNS and TURN_COLUMNS; three of each window follow */
     STEPS, DECODE_REQUESTS, DECODE_KV_TOKENS, RECOMPUTED_TOKENS, RUNNING, WAITING, USED_BLOCKS, PREEMPTIONS, FINISHED,
     PREFILL_TOKENS, PREFILL_REQUESTS, PREFILL_KV_TOKENS, PREFILL_PAIRS, SAMPLED_REQUESTS, CACHED_TOKENS,
-    AWAY, AGAIN_TOKENS, IDLE_S, COLUMNS
+    QUERIED_TOKENS, HIT_TOKENS, AWAY, AGAIN_TOKENS, IDLE_S, COLUMNS
 };
 enum { WINDOW_DECODE, WINDOW_PREFILL, WINDOW_PAIRS, WINDOW_COLUMNS };
 
@@ -42,9 +42,9 @@ typedef struct {
     number kinds, decode_rows, chunk_rows, num_depths, size_step, overlaps, leads, on_cpu;
 } Clock;
 
-/* turns.TurnTable, with the most trajectories at once. wait_s is by turn, like generated and tool. */
+/* turn_table.TurnTable, with the most trajectories at once. wait_s is by turn, like generated. */
 typedef struct {
-    const number *first, *generated, *tool;
+    const number *first, *generated, *tool, *dropped;
     const double *wait_s;
     number num_turns, concurrent;
     Clock clock;
@@ -99,6 +99,7 @@ typedef struct {
     Table *tables;              /* by request */
     Content *own;               /* by request: its free blocks that are no prompt blocks of several requests */
     Content *prompts, *states;  /* by prompt, and by request */
+    Content *gone;              /* blocks with tokens that later prompts leave out, until they are evicted */
     number *regular_from;       /* by request: the first block that may be freed in the rhythm */
     char *regular;              /* by request: it frees the group's blocks in the rhythm */
 } Group;
@@ -171,10 +172,12 @@ typedef struct {
     Heap finishes;
     /* turns and time */
     const Turns *turns; /* NULL: each request has one, and all wait at the start */
-    number num_turns, begun, arrived, away, again_tokens; /* begun: trajectories; arrived: requests */
-    number *turn, *last_final; /* by trajectory: its turn; the tokens computed at the end of its last one */
+    number num_turns, begun, arrived, away; /* begun: trajectories; arrived: requests */
+    number cached_tokens, queried_tokens, hit_tokens, again_tokens; /* of requests admitted since the last row */
+    number *turn, *most_final; /* by trajectory: its turn; the most tokens that are computed at the end of one */
     number *rank;    /* by request: its number in order of arrival; NONE: it is still to arrive */
     number *earlier; /* by request: tokens of earlier turns that the prefix cache may have */
+    char *is_new;    /* by request: no step has served it in this turn */
     Arrival *arrivals;
     number num_arrivals;
     Times times, times_before; /* now, and before the row */

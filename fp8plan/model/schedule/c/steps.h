@@ -32,7 +32,7 @@ static void record_window(const State *s, Meter *meter, number steps, number *co
 }
 
 /* Record a row. free: the blocks that are free while its last step runs */
-static void record(State *s, number steps, number free, number cached) {
+static void record(State *s, number steps, number free) {
     if (s->num_rows == s->rows_room) {
         s->rows_room = 2 * s->rows_room + 1024;
         s->rows = grown(s, s->rows, s->rows_room * s->columns, sizeof(number));
@@ -48,11 +48,14 @@ static void record(State *s, number steps, number free, number cached) {
     row[WAITING] = s->waiting;
     row[USED_BLOCKS] = s->settings.num_blocks - free;
     row[PREEMPTIONS] = s->preempted;
-    row[CACHED_TOKENS] = cached;
+    row[CACHED_TOKENS] = s->cached_tokens;
+    row[QUERIED_TOKENS] = s->queried_tokens;
+    row[HIT_TOKENS] = s->hit_tokens;
     row[AWAY] = s->away;
     row[AGAIN_TOKENS] = s->again_tokens;
     memcpy(row + IDLE_S, &s->idle_s, sizeof s->idle_s); /* its bits */
-    s->preempted = s->lost = s->again_tokens = 0;
+    s->preempted = s->lost = 0;
+    s->cached_tokens = s->queried_tokens = s->hit_tokens = s->again_tokens = 0;
     record_prefill(s, row);
     for (number i = 0; i < s->num_meters; i++)
         record_window(s, s->meters + i, steps, row + COLUMNS + WINDOW_COLUMNS * i);
@@ -125,9 +128,9 @@ static void release_finished(State *s) {
 }
 
 /* Record a row, advance, start decoding after a whole prefill, and release finished requests. */
-static void end_row(State *s, number steps, number free, number cached) {
+static void end_row(State *s, number steps, number free) {
     if (s->decoding || s->chunks.size || s->again_chunks.size) {
-        record(s, steps, free, cached);
+        record(s, steps, free);
         pass_row(s, steps);
     } else {
         pass(s, 0.0);
@@ -228,7 +231,7 @@ static number serve_running(State *s) {
 }
 
 static void step(State *s) {
-    number preempted = s->preempted, cached = 0, budget;
+    number preempted = s->preempted, budget;
     int idle = !s->running; /* then a step that admits nobody would repeat for ever */
     begin_step(s, s->now);
     if (s->unsteady) {
@@ -238,9 +241,9 @@ static void step(State *s) {
         else serve_equal(s);
         budget = s->settings.max_num_batched_tokens - s->decoding;
     }
-    if (s->preempted == preempted) cached = admit_waiting(s, budget);
+    if (s->preempted == preempted) admit_waiting(s, budget);
     if (idle && !s->chunks.size) fail(s, TOO_FEW_BLOCKS);
-    end_row(s, 1, s->free, cached);
+    end_row(s, 1, s->free);
 }
 
 /* ---- a run of steps in which requests only decode ---- */
@@ -285,8 +288,9 @@ static void run(State *s) {
         if (left < 0) break;
         serve_all(s, s->now + steps);
         if (s->changes != looked_at && may_admit(s)) {
-            if (steps) end_row(s, steps, free, 0);
-            end_row(s, 1, s->free, admit_waiting(s, s->settings.max_num_batched_tokens - s->decoding));
+            if (steps) end_row(s, steps, free);
+            admit_waiting(s, s->settings.max_num_batched_tokens - s->decoding);
+            end_row(s, 1, s->free);
             return;
         }
         looked_at = s->changes;
@@ -294,7 +298,7 @@ static void run(State *s) {
         pass_decode(s, steps);
         if (sees_arrival(s)) wanted = steps + 1;
     }
-    if (steps) end_row(s, steps, s->free, 0);
+    if (steps) end_row(s, steps, s->free);
     else step(s);
 }
 

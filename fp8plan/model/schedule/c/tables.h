@@ -30,7 +30,7 @@ static Content *content_of(State *s, Group *group, number request, number block)
     number shared = s->shared[request];
     Content *content = group->states + request;
     if (block < shared) content = group->prompts + s->prompt_of[request];
-    index_blocks(s, group, content, block < shared ? shared : blocks_for(group, s->last_final[request]) + 1);
+    index_blocks(s, group, content, block < shared ? shared : blocks_for(group, s->most_final[request]) + 1);
     return content;
 }
 
@@ -256,6 +256,21 @@ static void take(State *s, number request, number tokens, number checkpoint) {
             else table->end = 1;
         } else {
             table->end = most(table->end, blocks);
+        }
+    }
+}
+
+/* Let a trajectory's blocks [start, end) be found no more, because its next prompt leaves tokens out. */
+static void hide_own(State *s, number request, number start, number end) {
+    for (number g = 0; g < s->num_groups; g++) {
+        Group *group = s->groups + g;
+        Content *states = group->states + request;
+        hide(s, group->own + request, start, group->gone);
+        hide(s, states, start, group->gone);
+        for (number block = start; states->oldest && block < end; block++) {
+            states->oldest[block] = NULL;
+            states->lost[block] = 0;
+            states->computed_in[block] = 0;
         }
     }
 }

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.distributions import SECONDS, Fixed, LogNormal, Trace, parse_distribution
-from fp8plan.model.trajectories import LoggedTurns, Turns, parse_turns
-from fp8plan.model.turns import Turn, TurnTable
+from fp8plan.model.turn_table import Turn, TurnTable
 from fp8plan.model.workload import MOST_REQUESTS, Batch, Workload
+from fp8plan.model.workload_turns import LoggedTurns, Turns, parse_turns
 
 EIGHT: dict[str, Any] = {"turns": 8, "turn_tokens": 300, "tool_tokens": 900, "tool_s": 2.5}
 

@@ -1,4 +1,4 @@
-"""Trajectories of turns in a workload: as a user describes them, or as they were logged."""
+"""The turns of a workload's trajectories: as a user describes them, or as they were logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8plan.model.distributions import (
     distribution_of,
     parse_distribution,
 )
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 from fp8plan.options import TURNS as PANEL
 from fp8plan.options import Option, group_of
 
@@ -42,7 +42,9 @@ class Turns:
     tool_tokens:     tokens that a tool, or a user, adds between two turns
     tool_s:          seconds from the end of a turn to the next request
     concurrent:      trajectories that run at once; None: all of them
-    reasoning_share: share of each answer that the chat template drops from the next prompts, from the start of it
+    reasoning_share: share of each answer that the chat template drops from the next prompts, from the start of it. Each
+                     turn loses its own once, before the next turn, as in Qwen3's template if a user's message follows
+                     each turn. Between the tool calls of one message that template drops nothing
 
     Each of the first four is a number for all, Fixed, LogNormal or Trace.
     """
@@ -57,7 +59,7 @@ class Turns:
         int | None, Option(PANEL, "trajectories that run at once; also of a --workload", "all of them")
     ]
     reasoning_share: Annotated[
-        float, Option(PANEL, "of each answer, dropped by the chat template; only 0 is simulated so far", "0")
+        float, Option(PANEL, "share of each answer that the chat template drops from later prompts", "0")
     ]
 
     def __init__(

@@ -1,8 +1,9 @@
-/* The turns of trajectories, and the requests that arrive (state.State). */
-#ifndef FP8PLAN_TURNS_H
-#define FP8PLAN_TURNS_H
+/* The turns of trajectories, and the requests that arrive (client.Client and state.State). */
+#ifndef FP8PLAN_CLIENT_H
+#define FP8PLAN_CLIENT_H
 
 #include "loop.h"
+#include "tables.h"
 
 /* Let a request join the queue. */
 static void join_queue(State *s, number request) {
@@ -21,8 +22,11 @@ static void begin_turns(State *s, number request) {
     number turn = turns->first[request], computed = s->prompts[request] + turns->generated[turn] - 1;
     s->turn[request] = turn;
     s->final[request] = computed;
-    for (; turn + 1 < turns->first[request + 1]; turn++) computed += turns->tool[turn] + turns->generated[turn + 1];
-    s->last_final[request] = computed;
+    s->most_final[request] = computed;
+    for (; turn + 1 < turns->first[request + 1]; turn++) {
+        computed += turns->tool[turn] - turns->dropped[turn] + turns->generated[turn + 1];
+        s->most_final[request] = most(s->most_final[request], computed);
+    }
 }
 
 /* Let a trajectory go on when a tool has answered, or make room for another. */
@@ -37,13 +41,16 @@ static void end_turn(State *s, number request) {
     }
 }
 
-/* Make a trajectory's entry that of the next turn's request, whose prompt has all tokens so far. */
+/* Make a trajectory's entry that of the next turn's request. */
 static void begin_next_turn(State *s, number request) {
-    number computed = s->final[request], turn = s->turn[request]++;
-    number prompt = computed + 1 + s->turns->tool[turn]; /* the last generated token was not computed */
+    number computed = s->final[request], turn = s->turn[request]++, dropped = s->turns->dropped[turn];
+    number kept = dropped ? s->prompts[request] : computed; /* tokens of the same blocks: the answer's first ones go */
+    number prompt = computed + 1 + s->turns->tool[turn] - dropped; /* the last generated token was not computed */
     number size = s->settings.caching ? s->groups->spec.block_size : 1;
+    if (dropped && s->settings.caching) hide_own(s, request, kept / size, computed / size);
     s->away--;
-    s->earlier[request] = computed / size * size;
+    s->earlier[request] = least(kept, prompt - 1) / size * size;
+    s->is_new[request] = 1;
     s->prompts[request] = s->length[request] = s->target[request] = prompt;
     s->final[request] = prompt + s->turns->generated[turn + 1] - 1;
 }

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: what each turn generates, what a tool adds after it, and how long the tool takes."""
+"""A table of turns: the tokens that each generates, those that a tool adds after it, and the tool's seconds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class TurnTable(NamedTuple):
     @property
     def responses(self) -> IntArray:
         """Tokens that the turns of each trajectory generate, int64 of shape (trajectories,)."""
-        return self._sums(self.generated)
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.generated)])
+        sums: IntArray = np.diff(before[self.first])
+        return sums
 
     @property
     def added(self) -> IntArray:
@@ -101,20 +103,17 @@ class TurnTable(NamedTuple):
         turns = np.repeat(starts - first[:-1], counts) + np.arange(first[-1])
         return self._replace(first=first, **{name: column[turns] for name, column in self._columns()})
 
-    def check(self, responses: IntArray) -> None:
-        """Raise ConfigError unless this is a table of turns that generate so many tokens.
-
-        responses: tokens that all turns of each trajectory generate, int64 of shape (trajectories,)
-        """
+    def check(self, trajectories: int) -> None:
+        """Raise ConfigError unless this is a table of the turns of so many trajectories."""
         if self.concurrent is not None:
             whole("concurrent", self.concurrent, otherwise=", or None")
         turns, first, counts = len(self.generated), self.first, np.diff(self.first)
         for name, column in self._columns():
             if column.shape != (turns,):
                 raise ConfigError(f"{name} of turns has shape {column.shape}; allowed: that of generated, ({turns},)")
-        if first.shape != (len(responses) + 1,) or first[0] != 0 or first[-1] != turns or (counts < 1).any():
+        if first.shape != (trajectories + 1,) or first[0] != 0 or first[-1] != turns or (counts < 1).any():
             raise ConfigError(
-                f"first of turns is {first.tolist()[:20]} for {len(responses)} trajectories and {turns} turns; "
+                f"first of turns is {first.tolist()[:20]} for {trajectories} trajectories and {turns} turns; "
                 "allowed: 0, then the number of turns up to the end of each trajectory, which has at least one"
             )
         goes_on = np.ones(turns, dtype=bool)
@@ -130,19 +129,6 @@ class TurnTable(NamedTuple):
                 self._check(name, column, goes_on | (column == 0), "0 after the last turn")
         kept = self.dropped <= self.generated
         self._check("dropped", self.dropped, kept, "at most the tokens that the turn generates")
-        sums = self._sums(self.generated)
-        if (sums != responses).any():
-            trajectory = int(np.flatnonzero(sums != responses)[0])
-            raise ConfigError(
-                f"the turns of trajectory {trajectory} generate {sums[trajectory]} tokens, but its response has "
-                f"{responses[trajectory]}; make both equal"
-            )
-
-    def _sums(self, column: IntArray) -> IntArray:
-        """The sum over each trajectory's turns."""
-        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(column)])
-        sums: IntArray = np.diff(before[self.first])
-        return sums
 
     def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """The columns of shape (turns,) by name."""

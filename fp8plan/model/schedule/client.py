@@ -1,13 +1,13 @@
-"""The turns of the trajectories that a scheduler serves: which one each is in, and who begins next."""
+"""The client of an engine: which turn each trajectory is in, when its next request arrives, and who begins next."""
 
 from __future__ import annotations
 
 from fp8plan.model.schedule.loop import Loop
-from fp8plan.model.turns import TurnTable
+from fp8plan.model.turn_table import TurnTable
 
 
-class Trajectories:
-    """The turn of each trajectory, on its way through its turns.
+class Client:
+    """Sends the requests of trajectories, turn by turn.
 
     begun: number of trajectories that have begun, which is the index of the next to begin
     away:  trajectories whose tool works
@@ -17,6 +17,7 @@ class Trajectories:
         self._generated: list[int] = turns.generated.tolist()
         self._tool: list[int] = turns.tool.tolist()
         self._wait_s: list[float] = turns.wait_s.tolist()
+        self._dropped: list[int] = turns.dropped.tolist()
         self._turn: list[int] = turns.first[:-1].tolist()
         self._end: list[int] = turns.first[1:].tolist()
         self._is_away = [False] * len(self._turn)
@@ -43,9 +44,16 @@ class Trajectories:
             self._loop.expect(0.0, self.begun)
             self.begun += 1
 
-    def next_turn(self, trajectory: int) -> int:
-        """Go on to the next turn; returns the tokens that the tool has added."""
+    def next_turn(self, trajectory: int, prompt: int) -> tuple[int, int]:
+        """Go on to the next turn, whose prompt has all tokens so far, but for the first `dropped` ones of the answer.
+
+        prompt: tokens of the last turn's prompt
+
+        Returns the tokens of the next prompt, and how many of the first ones are the same as before.
+        """
+        turn = self._turn[trajectory]
         self._is_away[trajectory] = False
         self.away -= 1
         self._turn[trajectory] += 1
-        return self._tool[self._turn[trajectory] - 1]
+        tokens, dropped = prompt + self._generated[turn], self._dropped[turn]
+        return tokens - dropped + self._tool[turn], prompt if dropped else tokens

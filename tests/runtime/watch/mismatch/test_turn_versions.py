@@ -10,7 +10,7 @@ import torch
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
-from fp8plan.runtime.watch.mismatch.turns import turn_versions
+from fp8plan.runtime.watch.mismatch.turn_versions import turn_versions
 from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.runtime.watch.monitor.sinks import Callback
 

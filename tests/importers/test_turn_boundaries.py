@@ -12,7 +12,7 @@ from trainer_logs import skyrl_batch, skyrl_dump
 from trl_runs import model as words_model
 
 from fp8plan.importers.records import import_rollouts
-from fp8plan.importers.turns import masked, split
+from fp8plan.importers.turn_boundaries import masked, split
 
 FIRST, OUTPUT, LAST = "I call the tool.", "42 and more", "It is 42."
 TURNS = {
