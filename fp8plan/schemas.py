@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.9", "probe": "1.2"}
+VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.10", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -52,6 +52,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     turns:           turns of each response as [generated, tool, wait_s]: tokens that the engine generated, tokens that
                      a tool or a user added then, and seconds until the next request (null: not known). Nothing counts
                      after a last turn. null: each response has one turn
+    concurrent:      trajectories of turns that ran at once; null: all
     unclear_responses: number of responses whose turns are not known: they have one, and all tokens count as generated;
                      null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
@@ -90,6 +91,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     response_lengths: list[int] | None = None
     prompt_ids: list[Any] | None = None
     turns: list[list[tuple[int, int, float | None]]] | None = None
+    concurrent: int | None = None
     unclear_responses: int | None = None
     seconds: float | None = None
     compiled_files: int | None = None

@@ -21,6 +21,7 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, default_limits
+from fp8plan.model.trajectories import Turns, parse_turns
 from fp8plan.model.workload import Workload
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import installed
@@ -28,7 +29,9 @@ from fp8plan.runtime.measure.machine import installed
 CHILD = "fp8plan.runtime.measure.rollouts.engine"
 SETTING = {"model", "gpu", "precisions", "workloads"}
 OPTIONAL = {"repeats", "kv_cache_tokens", "config", "engine_args"}
-WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats", "warmup"}
+WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "turns", "seed", "repeats", "warmup"}
+TURNS = {f.name for f in fields(Turns)}
+LOOP, AGENTS = "LLM", "AsyncLLM"  # classes of vLLM: AsyncLLM for settings with turns
 WARMUPS = ("full", "short")
 BY_LAYERS = {"block_size", "enable_prefix_caching"}  # limits whose default vLLM takes from the model's layers
 LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
@@ -117,7 +120,8 @@ def _job(
     plans = [plan(source, gpu, w, limits=limits, precisions=[name], engine_version=release) for w in planned]
     setup = plans[0].setup() if plans else EngineSetup(source, gpu, name, limits, engine_version=release)
     routed = shape is None or bool(shape.parts_of(Experts))
-    same = _same_in_all_runs(setting, name, limits, release, options, routed)
+    mode = AGENTS if any(workload.turns for workload in workloads) else LOOP
+    same = _same_in_all_runs(setting, name, limits, release, options, routed) | {"engine_mode": mode}
     choices = [each.select() for each in plans]
     texts = [f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions" for choice in choices]
     predictions = texts or ["without a prediction"] * len(workloads)
@@ -155,12 +159,18 @@ def _shape(setting: dict[str, Any]) -> ModelShape | None:
 
 
 def _workload(row: Any, where: str) -> Workload:
-    _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats", "warmup"}, where)
+    lengths = "turns" if isinstance(row, dict) and "turns" in row else "response_lengths"
+    _known(row, WORKLOAD, {"prompts", "samples", "prompt_lengths", lengths}, where)
     if row.get("warmup", WARMUPS[0]) not in WARMUPS:
         raise ConfigError(f"{where} has warmup {row['warmup']!r}; allowed: {', '.join(WARMUPS)}")
     prompts = parse_distribution(row["prompt_lengths"], PROMPT)
-    responses = parse_distribution(row["response_lengths"], RESPONSE)
-    return Workload(row["prompts"], row["samples"], prompts, responses, row.get("seed", 0))
+    seed = row.get("seed", 0)
+    if "turns" not in row:
+        responses = parse_distribution(row["response_lengths"], RESPONSE)
+        return Workload(row["prompts"], row["samples"], prompts, responses, seed)
+    _known(row["turns"], TURNS, (), f"turns of {where}")
+    turns = parse_turns(row["turns"])
+    return Workload(row["prompts"], row["samples"], prompts, row.get("response_lengths"), seed, turns)
 
 
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
@@ -200,7 +210,6 @@ def _same_in_all_runs(
         "gpu": find_gpu(setting["gpu"]).name,
         "engine": ENGINE,
         "engine_version": release,
-        "engine_mode": "LLM",
         "precision": name,
         "tensor_parallel": limits.tensor_parallel_size,
         "data_parallel": 1,
@@ -218,15 +227,17 @@ def _same_in_all_runs(
 
 def _cell(row: dict[str, Any], workload: Workload, same: dict[str, Any], repeats: int) -> dict[str, Any]:
     batch = workload.batch()
-    lengths = {
+    lengths: dict[str, Any] = {
         "seed": workload.seed,
         "prompt_lengths": batch.prompts.tolist(),
         "response_lengths": batch.responses.tolist(),
         "prompt_ids": batch.prompt_ids.tolist(),
     }
+    if batch.turns is not None:
+        lengths |= {"turns": batch.turns.trajectories(), "concurrent": batch.turns.concurrent}
     text = json.dumps(same | lengths, sort_keys=True)
     runs = [{"key": sha256(f"{text}{i}".encode()).hexdigest()[:16], "repeat": i} for i in range(repeats)]
-    name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row['response_lengths']}"
+    name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row.get('response_lengths', 'turns')}"
     return {"workload": name, **lengths, "runs": runs}
 
 
