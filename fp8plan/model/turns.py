@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,11 +68,6 @@ class TurnTable(NamedTuple):
         first = np.cumsum(sizes, dtype=np.int64)
         tokens, added, seconds = np.array(generated, np.int64), np.array(tool, np.int64), np.array(wait_s, np.float64)
         return cls(first, tokens, added, seconds, np.zeros_like(tokens)).ended()
-
-    def trajectories(self) -> list[list[Turn]]:
-        """The turns of each trajectory, as `of` takes them."""
-        turns = list(map(Turn, self.generated.tolist(), self.tool.tolist(), self.wait_s.tolist()))
-        return [turns[begin:end] for begin, end in pairwise(self.first.tolist())]
 
     def ended(self) -> TurnTable:
         """The table with zeros after the last turn of each trajectory."""

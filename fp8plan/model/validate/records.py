@@ -89,9 +89,8 @@ def recorded_workload(
     The file is a Monitor's run file, the output of `fp8plan import`, or measured records. Seconds, model and GPU are
     not needed. Responses grow as a policy learns, so the last rollout is the best guess of the next.
 
-    tool_s:          seconds that a tool takes, where the record has turns without waits
-    concurrent:      trajectories that run at once; None: as in the record
-    reasoning_share: as in Turns
+    tool_s:                      seconds that a tool takes, where the record has turns without waits
+    concurrent, reasoning_share: as in Turns; concurrent=None: as in the record
 
     Raises ConfigError, naming the line, for a file without a rollout, for impossible lengths, and for turns whose
     waits are neither known nor given.
@@ -167,8 +166,7 @@ def workload_of(
         )
     prompts = Trace(tuple(batch.prompts[order].tolist()), source)
     if batch.turns is not None:
-        at_once = batch.turns.concurrent if concurrent is None else concurrent
-        turns = LoggedTurns(batch.turns.take(order), source, tool_s, at_once, reasoning_share)
+        turns = LoggedTurns(batch.turns.take(order), source, tool_s, concurrent, reasoning_share)
         return Workload(len(ids) // samples, samples, prompts, turns=turns), notes
     of_turns = {"--tool-s": tool_s, "--concurrent": concurrent, "--reasoning-share": reasoning_share or None}
     if typed := [option for option, value in of_turns.items() if value is not None]:

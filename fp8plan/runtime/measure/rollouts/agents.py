@@ -73,10 +73,6 @@ class AgentLoop:
         return outputs
 
     async def _answer(self, tokens: Sequence[int], params: Any) -> Any:
-        """Return the last output of one request, the only one that vLLM then makes."""
-        from vllm.sampling_params import RequestOutputKind
-
-        params.output_kind = RequestOutputKind.FINAL_ONLY
         return await finished(self.llm_engine.generate, {"prompt_token_ids": tokens}, params)
 
     def _wait_for(self, work: Coroutine[Any, Any, Answer]) -> Answer:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.model.trajectories import Turns, parse_turns
+from fp8plan.model.turns import Turn, TurnTable
 from fp8plan.model.workload import Workload
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import installed
@@ -113,8 +115,8 @@ def keys_in(output: Path) -> set[str]:
 def _job(
     setting: dict[str, Any], number: int, name: str, release: str, done: set[str], options: Options
 ) -> dict[str, Any]:
-    workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
-    limits = _limits(setting, workloads)
+    workloads = [workload_of(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
+    limits = limits_of(setting, workloads)
     shape, source, gpu = _shape(setting), setting["source"], setting["gpu"]
     planned = workloads if shape else []
     plans = [plan(source, gpu, w, limits=limits, precisions=[name], engine_version=release) for w in planned]
@@ -158,7 +160,7 @@ def _shape(setting: dict[str, Any]) -> ModelShape | None:
         return None
 
 
-def _workload(row: Any, where: str) -> Workload:
+def workload_of(row: Any, where: str) -> Workload:
     lengths = "turns" if isinstance(row, dict) and "turns" in row else "response_lengths"
     _known(row, WORKLOAD, {"prompts", "samples", "prompt_lengths", lengths}, where)
     if row.get("warmup", WARMUPS[0]) not in WARMUPS:
@@ -173,7 +175,7 @@ def _workload(row: Any, where: str) -> Workload:
     return Workload(row["prompts"], row["samples"], prompts, row.get("response_lengths"), seed, turns)
 
 
-def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
+def limits_of(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
     """Limits of one engine for all workloads. By default max_model_len holds the longest request of all."""
     imposed = {name: setting[name] for name in LIMITS & setting.keys()}
     limits = default_limits(find_gpu(setting["gpu"]), setting["source"], **imposed)
@@ -234,11 +236,17 @@ def _cell(row: dict[str, Any], workload: Workload, same: dict[str, Any], repeats
         "prompt_ids": batch.prompt_ids.tolist(),
     }
     if batch.turns is not None:
-        lengths |= {"turns": batch.turns.trajectories(), "concurrent": batch.turns.concurrent}
+        lengths |= {"turns": _trajectories(batch.turns), "concurrent": batch.turns.concurrent}
     text = json.dumps(same | lengths, sort_keys=True)
     runs = [{"key": sha256(f"{text}{i}".encode()).hexdigest()[:16], "repeat": i} for i in range(repeats)]
     name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row.get('response_lengths', 'turns')}"
     return {"workload": name, **lengths, "runs": runs}
+
+
+def _trajectories(table: TurnTable) -> list[list[Turn]]:
+    """The turns of each trajectory, as in a record."""
+    turns = list(map(Turn, table.generated.tolist(), table.tool.tolist(), table.wait_s.tolist()))
+    return [turns[begin:end] for begin, end in pairwise(table.first.tolist())]
 
 
 def _known(row: Any, allowed: Iterable[str], needed: Iterable[str], where: str) -> None:

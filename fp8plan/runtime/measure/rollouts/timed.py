@@ -96,10 +96,18 @@ def turn_lag_s(outputs: Sequence[Sequence[Any]], turns: Sequence[Turns]) -> floa
 
 
 def sampling(tokens: int) -> Any:
-    """vLLM's SamplingParams of a response of so many tokens."""
+    """vLLM's SamplingParams of a response of so many tokens, with one output at its end."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+    return SamplingParams(
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        temperature=1.0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def empty_prefix_cache(llm: Any) -> None:
