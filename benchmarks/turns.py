@@ -194,8 +194,10 @@ def misses(rows: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) 
     measured = {cell_of(row) for row in rows}
     without = {cell_of(row): row for row in predicted if cell_of(row) not in measured}
     missed += [f"{name_of(row)}: not measured" for row in without.values()]
-    more = [row for row in rows if row.get("by_kept_prefixes", 0) > row.get("by_reads", 0)]
-    return missed if more else [*missed, "in no cell does FP8 KV gain more by kept prefixes than by faster reads"]
+    by_prefixes = [row for row in rows if row.get("by_kept_prefixes", 0) > row.get("by_reads", 0)]
+    return (
+        missed if by_prefixes else [*missed, "in no cell does FP8 KV gain more by kept prefixes than by faster reads"]
+    )
 
 
 def main() -> int:

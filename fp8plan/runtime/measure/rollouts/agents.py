@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 class AgentLoop:
     """An AsyncLLM on an event loop of its own, with the calls of `vllm.LLM` that a measurement makes.
 
-    llm_engine: the AsyncLLM
+    llm_engine: the AsyncLLM, whose name here is as in `vllm.LLM`
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -37,9 +37,9 @@ class AgentLoop:
 
     def generate(self, prompts: Sequence[Any], params: Any, use_tqdm: bool = False) -> list[Any]:
         """Return the output of each prompt. params: SamplingParams for all, or a list with those of each"""
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        tasks = [self._answer(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, each, strict=True)]
-        return self._wait_for(_all(tasks))
+        settings = params if isinstance(params, list) else [params] * len(prompts)
+        pairs = zip(prompts, settings, strict=True)
+        return self._wait_for(_all([self._answer(prompt["prompt_token_ids"], setting) for prompt, setting in pairs]))
 
     def rollout(self, prompts: Sequence[Any], turns: Sequence[Turns], concurrent: int | None) -> list[list[Any]]:
         """Run trajectories, and return the outputs of each one's turns.
