@@ -8,7 +8,7 @@ fi
 cells() {
     kernels Qwen/Qwen3-8B Qwen/Qwen3-4B
     host_loop
-    python3 -m fp8plan.runtime.measure.rollouts.run --cells $results/cells.json --compile --trace --timeout 400 \
+    python3 -m fp8plan.runtime.measure.rollouts.run --cells $results/cells.json --trace --timeout 400 \
         --output ~/res/turns.jsonl
     host_loop
     python3 -m benchmarks.turns ~/res/turns.jsonl
