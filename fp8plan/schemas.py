@@ -48,8 +48,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     keep_bf16:       first and last layers that kept their linears in BF16, and perhaps "o_proj"; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
-    turns:           turns of each response as [generated, tool, wait_s], as in fp8plan.model.turns.Turn. Nothing counts
-                     after a last turn. null: each response has one turn
+    turns:           turns of each response as [generated, tool, wait_s], as in fp8plan.model.turns.Turn.
+                     Nothing counts after a last turn. null: each response has one turn
     concurrent:      trajectories of turns that ran at once; null: all
     unclear_responses: responses whose turns are not known, so that all their tokens count as generated; null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
