@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.9", "probe": "1.2"}
+VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.10", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -42,18 +42,16 @@ QUIET_HOST: Final = 1.25  # host_slowdown up to which a core is quiet; a busy hy
 class RolloutRecord(msgspec.Struct, kw_only=True):
     """One warm `generate()` of a whole batch. Only types are checked here; the code that uses a value checks the value.
 
-    kv_cache_tokens: null: vLLM's own pool; a number: imposed
+    kv_cache_tokens, max_cudagraph_capture_size: null: vLLM's own; a number: imposed
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
-    max_cudagraph_capture_size: null: vLLM's own; a number: imposed
     keep_bf16:       first and last layers that kept their linears in BF16, and perhaps "o_proj"; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
-    turns:           turns of each response as [generated, tool, wait_s]: tokens that the engine generated, tokens that
-                     a tool or a user added then, and seconds until the next request (null: not known). Nothing counts
-                     after a last turn. null: each response has one turn
-    unclear_responses: number of responses whose turns are not known: they have one, and all tokens count as generated;
-                     null: none
+    turns:           turns of each response as [generated, tool, wait_s], as in fp8plan.model.turn_table.Turn.
+                     Nothing counts after a last turn. null: each response has one turn
+    concurrent:      trajectories of turns that ran at once; null: all
+    unclear_responses: responses whose turns are not known, so that all their tokens count as generated; null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     prefix_cache_queries, prefix_cache_hits: as in fp8plan.Observation
     compiled_files:  kernels that were compiled meanwhile
@@ -90,6 +88,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     response_lengths: list[int] | None = None
     prompt_ids: list[Any] | None = None
     turns: list[list[tuple[int, int, float | None]]] | None = None
+    concurrent: int | None = None
     unclear_responses: int | None = None
     seconds: float | None = None
     compiled_files: int | None = None

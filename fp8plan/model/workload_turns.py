@@ -107,7 +107,7 @@ class LoggedTurns:
     table:   the trajectories, without dropped tokens
     source:  the file and line that they are from
     tool_s:  seconds of the waits that the log does not have; None: it has all
-    concurrent, reasoning_share: as in Turns
+    concurrent, reasoning_share: as in Turns; concurrent=None: as in the table
 
     Raises ConfigError if waits are unknown without tool_s, or all known with it.
     """
@@ -119,7 +119,8 @@ class LoggedTurns:
     reasoning_share: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "concurrent", _concurrent(self.concurrent))
+        at_once = self.table.concurrent if self.concurrent is None else self.concurrent
+        object.__setattr__(self, "concurrent", _concurrent(at_once))
         object.__setattr__(self, "reasoning_share", _share(self.reasoning_share))
         unknown = bool(np.isnan(self.table.wait_s).any())
         if self.tool_s is None and unknown:

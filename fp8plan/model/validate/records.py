@@ -75,7 +75,7 @@ def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
             raise ConfigError(
                 f"response {number} has {total:,} tokens in its turns, {tokens:,} in response_lengths; allowed: equal"
             )
-    return TurnTable.of(turns)
+    return TurnTable.of(turns)._replace(concurrent=fields.get("concurrent"))
 
 
 def recorded_workload(
@@ -90,7 +90,7 @@ def recorded_workload(
     not needed. Responses grow as a policy learns, so the last rollout is the best guess of the next.
 
     tool_s:                      seconds that a tool takes, where the record has turns without waits
-    concurrent, reasoning_share: as in Turns
+    concurrent, reasoning_share: as in Turns; concurrent=None: as in the record
 
     Raises ConfigError, naming the line, for a file without a rollout, for impossible lengths, and for turns whose
     waits are neither known nor given.

@@ -58,6 +58,14 @@ def test_prompts_with_unequally_many_responses_are_taken_apart_and_it_is_said(tm
 TURNS = [[[4, 9, 1.5], [6, 0, 0]], [[20, 5, 3.0]], [[10, 60, 0.5], [15, 7, None], [5, 0, None]], [[40, 0, 0]]]
 
 
+def test_as_many_trajectories_run_at_once_as_in_the_record_unless_a_number_is_given(tmp_path: Path) -> None:
+    file = written(tmp_path, ROLLOUT | {"turns": TURNS, "concurrent": 2})
+    for concurrent, expected in ((None, 2), (3, 3)):
+        turns = recorded_workload(file, tool_s=2.5, concurrent=concurrent)[0].batch().turns
+        assert turns is not None
+        assert turns.concurrent == expected
+
+
 def test_turns_are_the_trajectories_of_the_workload(tmp_path: Path) -> None:
     """Prompt by prompt. After a last turn nothing counts, and the missing wait is drawn."""
     file = written(tmp_path, ROLLOUT | {"turns": TURNS})

@@ -24,6 +24,7 @@ from fp8plan.runtime.measure.rollouts.host import (  # noqa: E402
     quiet,
     threads,
 )
+from fp8plan.runtime.measure.rollouts.timed import Requests  # noqa: E402
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -150,7 +151,7 @@ def run(
     llm: Any = None
     trace: Any = FakeTrace()
     fake: Any = FakeHost()
-    return attempts(llm, [], [], trace, fake)
+    return attempts(llm, Requests([], []), trace, fake)
 
 
 def test_a_quiet_run_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts.run`.
 
-It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and warms up so that timed runs
-compile no kernel. It appends a rollout record for each timed run to the job's output. A run that a slow host or a
-compiled kernel disturbed is timed again.
+It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, or AsyncLLM for turns, and warms
+up so that timed runs compile no kernel. It appends a rollout record for each timed run to the job's output. A run that
+a slow host or a compiled kernel disturbed is timed again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import recorded_limits
 from fp8plan.runtime.apply.engine.warm_up import compiled_files, freeze_garbage, warm_up_batches
 from fp8plan.runtime.measure.machine import machine_facts
+from fp8plan.runtime.measure.rollouts.agents import AgentLoop
 from fp8plan.runtime.measure.rollouts.host import Host, Watch
-from fp8plan.runtime.measure.rollouts.timed import Row, Trace, timed, token_prompts, write_trace
+from fp8plan.runtime.measure.rollouts.jobs import AGENTS
+from fp8plan.runtime.measure.rollouts.timed import Requests, Row, Trace, timed, token_prompts, write_trace
 from fp8plan.schemas import QUIET_HOST, VERSIONS
 
 TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; seconds after which none is added
@@ -49,9 +51,7 @@ class Attempt(NamedTuple):
     date: str
 
 
-def attempts(
-    llm: Any, prompts: Sequence[Any], responses: Sequence[int], trace: Trace, host: Host | None
-) -> list[Attempt]:
+def attempts(llm: Any, requests: Requests, trace: Trace, host: Host | None) -> list[Attempt]:
     """Time the run, and repeat it after a disturbed attempt, within TRIES and AGAIN_S."""
     tries: list[Attempt] = []
     begun = time.perf_counter()
@@ -60,7 +60,7 @@ def attempts(
             host.settle()
         before = compiled_files()
         with Watch(host) as watch:
-            result = timed(llm, prompts, responses, trace.start) | trace.slowest()
+            result = timed(llm, requests, trace.start) | trace.slowest()
         result |= watch.facts | {"compiled_files": compiled_files() - before}
         tries.append(Attempt(result, list(trace.rows), datetime.now(UTC).isoformat()))
     return tries
@@ -82,18 +82,19 @@ def listed(tries: Sequence[Attempt]) -> str:
     return f"; of {len(tries)} attempts: {times}" if len(tries) > 1 else ""
 
 
-def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: str) -> float:
+def warm_up(llm: Any, requests: Requests, kind: str) -> float:
     """Run the workload untimed, so that the timed run compiles no kernel. Return the seconds that it took.
 
     full:  the whole workload
-    short: its prompts with clipped responses, then a decode ramp through every batch size down to 1
+    short: its prompts with one turn of clipped responses, then a decode ramp through every batch size down to 1
     """
     if kind == "full":
-        return float(timed(llm, prompts, responses)["seconds"])
+        return float(timed(llm, requests)["seconds"])
+    prompts, responses = requests.prompts, requests.responses
     clipped = [min(tokens, SHORT_RESPONSE) for tokens in responses]
     ramp = [1 + RAMP_STEPS * i // len(responses) for i in range(len(responses))]
     lengths = (clipped, [min(pair) for pair in zip(ramp, responses, strict=True)])
-    return sum(float(timed(llm, prompts, some)["seconds"]) for some in lengths)
+    return sum(float(timed(llm, Requests(prompts, some))["seconds"]) for some in lengths)
 
 
 def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
@@ -124,10 +125,8 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
 
     Raises Fp8PlanError if vLLM's responses have other lengths.
     """
-    from vllm import LLM
-
     begun = time.perf_counter()
-    llm = LLM(**job["kwargs"])
+    llm = started(job)
     start_s = time.perf_counter() - begun
     freeze_garbage()
     facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
@@ -142,11 +141,12 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
-        warmed = warm_up(llm, prompts, work["response_lengths"], work["warmup"])
+        requests = Requests(prompts, work["response_lengths"], work.get("turns"), work.get("concurrent"))
+        warmed = warm_up(llm, requests, work["warmup"])
         note(f"{work['workload']}: warmed up ({work['warmup']}) in {warmed:.1f} s")
         cell = facts | {name: value for name, value in work.items() if name != "runs"} | {"warmup_s": warmed}
         for run in work["runs"]:
-            tries = attempts(llm, prompts, work["response_lengths"], trace, host)
+            tries = attempts(llm, requests, trace, host)
             best = min(tries, key=disturbance)
             for number, attempt in enumerate(tries):
                 record = cell | run | {"attempt": number} | attempt.facts | {"date": attempt.date}
@@ -157,6 +157,15 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
                 note(f"{name}: a step took {timing['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
                 write_trace(job["trace"], run["key"], best.steps)
+
+
+def started(job: Mapping[str, Any]) -> Any:
+    """The job's engine: `vllm.LLM`, or an AgentLoop."""
+    if job["fields"]["engine_mode"] == AGENTS:
+        return AgentLoop(**job["kwargs"])
+    from vllm import LLM
+
+    return LLM(**job["kwargs"])
 
 
 def log_of(job: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, default_limits
+from fp8plan.model.turn_table import Turn, TurnTable
 from fp8plan.model.workload import Workload
+from fp8plan.model.workload_turns import Turns, parse_turns
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import installed
 
 CHILD = "fp8plan.runtime.measure.rollouts.engine"
 SETTING = {"model", "gpu", "precisions", "workloads"}
 OPTIONAL = {"repeats", "kv_cache_tokens", "config", "engine_args"}
-WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats", "warmup"}
+WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "turns", "seed", "repeats", "warmup"}
+TURNS = {f.name for f in fields(Turns)}
+LOOP, AGENTS = "LLM", "AsyncLLM"  # classes of vLLM: AsyncLLM for settings with turns
 WARMUPS = ("full", "short")
 BY_LAYERS = {"block_size", "enable_prefix_caching"}  # limits whose default vLLM takes from the model's layers
 LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
@@ -110,14 +115,15 @@ def keys_in(output: Path) -> set[str]:
 def _job(
     setting: dict[str, Any], number: int, name: str, release: str, done: set[str], options: Options
 ) -> dict[str, Any]:
-    workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
-    limits = _limits(setting, workloads)
+    workloads = [workload_of(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
+    limits = limits_of(setting, workloads)
     shape, source, gpu = _shape(setting), setting["source"], setting["gpu"]
     planned = workloads if shape else []
     plans = [plan(source, gpu, w, limits=limits, precisions=[name], engine_version=release) for w in planned]
     setup = plans[0].setup() if plans else EngineSetup(source, gpu, name, limits, engine_version=release)
     routed = shape is None or bool(shape.parts_of(Experts))
-    same = _same_in_all_runs(setting, name, limits, release, options, routed)
+    mode = AGENTS if any(workload.turns for workload in workloads) else LOOP
+    same = _same_in_all_runs(setting, name, limits, release, options, routed) | {"engine_mode": mode}
     choices = [each.select() for each in plans]
     texts = [f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions" for choice in choices]
     predictions = texts or ["without a prediction"] * len(workloads)
@@ -154,16 +160,22 @@ def _shape(setting: dict[str, Any]) -> ModelShape | None:
         return None
 
 
-def _workload(row: Any, where: str) -> Workload:
-    _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats", "warmup"}, where)
+def workload_of(row: Any, where: str) -> Workload:
+    lengths = "turns" if isinstance(row, dict) and "turns" in row else "response_lengths"
+    _known(row, WORKLOAD, {"prompts", "samples", "prompt_lengths", lengths}, where)
     if row.get("warmup", WARMUPS[0]) not in WARMUPS:
         raise ConfigError(f"{where} has warmup {row['warmup']!r}; allowed: {', '.join(WARMUPS)}")
     prompts = parse_distribution(row["prompt_lengths"], PROMPT)
-    responses = parse_distribution(row["response_lengths"], RESPONSE)
-    return Workload(row["prompts"], row["samples"], prompts, responses, row.get("seed", 0))
+    seed = row.get("seed", 0)
+    if "turns" not in row:
+        responses = parse_distribution(row["response_lengths"], RESPONSE)
+        return Workload(row["prompts"], row["samples"], prompts, responses, seed)
+    _known(row["turns"], TURNS, (), f"turns of {where}")
+    turns = parse_turns(row["turns"])
+    return Workload(row["prompts"], row["samples"], prompts, row.get("response_lengths"), seed, turns)
 
 
-def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
+def limits_of(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
     """Limits of one engine for all workloads. By default max_model_len holds the longest request of all."""
     imposed = {name: setting[name] for name in LIMITS & setting.keys()}
     limits = default_limits(find_gpu(setting["gpu"]), setting["source"], **imposed)
@@ -200,7 +212,6 @@ def _same_in_all_runs(
         "gpu": find_gpu(setting["gpu"]).name,
         "engine": ENGINE,
         "engine_version": release,
-        "engine_mode": "LLM",
         "precision": name,
         "tensor_parallel": limits.tensor_parallel_size,
         "data_parallel": 1,
@@ -218,16 +229,24 @@ def _same_in_all_runs(
 
 def _cell(row: dict[str, Any], workload: Workload, same: dict[str, Any], repeats: int) -> dict[str, Any]:
     batch = workload.batch()
-    lengths = {
+    lengths: dict[str, Any] = {
         "seed": workload.seed,
         "prompt_lengths": batch.prompts.tolist(),
         "response_lengths": batch.responses.tolist(),
         "prompt_ids": batch.prompt_ids.tolist(),
     }
+    if batch.turns is not None:
+        lengths |= {"turns": _trajectories(batch.turns), "concurrent": batch.turns.concurrent}
     text = json.dumps(same | lengths, sort_keys=True)
     runs = [{"key": sha256(f"{text}{i}".encode()).hexdigest()[:16], "repeat": i} for i in range(repeats)]
-    name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row['response_lengths']}"
+    name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row.get('response_lengths', 'turns')}"
     return {"workload": name, **lengths, "runs": runs}
+
+
+def _trajectories(table: TurnTable) -> list[list[Turn]]:
+    """The turns of each trajectory, as in a record."""
+    turns = list(map(Turn, table.generated.tolist(), table.tool.tolist(), table.wait_s.tolist()))
+    return [turns[begin:end] for begin, end in pairwise(table.first.tolist())]
 
 
 def _known(row: Any, allowed: Iterable[str], needed: Iterable[str], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Measure real rollouts through `vllm.LLM` and write rollout records, as `fp8plan validate` reads them.
+"""Measure real rollouts through `vllm.LLM` or AsyncLLM and write rollout records, as `fp8plan validate` reads them.
 
     python -m fp8plan.runtime.measure.rollouts.run --cells CELLS.json --output RECORDS.jsonl [--precision bf16 ...]
 
@@ -20,6 +20,12 @@ disturbed attempt is the record. Beside the output lie
     <stem>.configs                     config folders of the engines
     <stem>.failed.jsonl                the reason why an engine did not start, or ended early
     <stem>.trace.jsonl.gz              with --trace: every engine step
+
+A workload may have "turns" instead of response_lengths, with the fields of fp8plan.Turns:
+
+    "turns": {"turns": "4", "turn_tokens": "fixed:99", "tool_tokens": "fixed:300", "tool_s": "fixed:2", "concurrent": 9}
+
+The engine of such a setting is vLLM's AsyncLLM, and tools sleep.
 
 A model that fp8plan cannot read is measured without a prediction. vLLM then picks the block size and the prefix cache,
 unless the setting does. A setting may also have "config", a folder with the model's config.json (relative

@@ -1,4 +1,4 @@
-"""One `generate()` of random prompts: its time, the gain of vLLM's counters, and every engine step."""
+"""One rollout of random prompts: its time, the gain of vLLM's counters, and every engine step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import gzip
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from itertools import pairwise
+from statistics import mean
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,8 +27,24 @@ COUNTERS = {
 # It counts engine steps that gave at least one token, and not those that only fill prompts.
 STEPS = "vllm:iteration_tokens_total"
 
+Turns: TypeAlias = Sequence[tuple[int, int, float]]  # of a trajectory, as fp8plan.model.turn_table.Turn
 Row: TypeAlias = tuple[float, ...]
 COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
+
+
+class Requests(NamedTuple):
+    """The requests of a rollout.
+
+    prompts:    vLLM's, with token ids
+    responses:  tokens that each generates, in all its turns
+    turns:      of each request, which is a trajectory then; None: one turn each
+    concurrent: trajectories that run at once; None: all
+    """
+
+    prompts: Sequence[Any]
+    responses: Sequence[int]
+    turns: Sequence[Turns] | None = None
+    concurrent: int | None = None
 
 
 def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
@@ -37,29 +55,59 @@ def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, li
     return [{"prompt_token_ids": tokens[name]} for name in work["prompt_ids"]]
 
 
-def timed(
-    llm: Any, prompts: Sequence[Any], responses: Sequence[int], starting: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Time one `generate()` from an empty prefix cache, with the gain of vLLM's counters.
+def timed(llm: Any, requests: Requests, starting: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Time one rollout from an empty prefix cache, with the gain of vLLM's counters.
+
+    llm: `vllm.LLM`, or an AgentLoop, which turns need
 
     Raises Fp8PlanError if responses have other lengths.
     """
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
-        for tokens in responses
-    ]
+    prompts, responses, turns, concurrent = requests
+    params = [sampling(tokens) for tokens in responses]
     empty_prefix_cache(llm)
     gc.collect()
     before = counters(llm)
     starting()
     begun = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - begun
-    if [len(output.outputs[0].token_ids) for output in outputs] != list(responses):
+    if turns is None:
+        outputs = [[output] for output in llm.generate(prompts, params, use_tqdm=False)]
+    else:
+        outputs = llm.rollout(prompts, turns, concurrent)
+    facts: dict[str, Any] = {"seconds": time.perf_counter() - begun}
+    expected = [[tokens] for tokens in responses] if turns is None else [[turn[0] for turn in each] for each in turns]
+    if [[len(output.outputs[0].token_ids) for output in each] for each in outputs] != expected:
         raise Fp8PlanError("vLLM's responses have other lengths than requested; this run cannot be a record")
-    return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
+    if turns is not None:
+        facts["turn_lag_s"] = turn_lag_s(outputs, turns)
+    return facts | {name: value - before[name] for name, value in counters(llm).items()}
+
+
+def turn_lag_s(outputs: Sequence[Sequence[Any]], turns: Sequence[Turns]) -> float | None:
+    """Mean seconds from a turn's last token to the next request's arrival at the scheduler, beyond the tool's.
+
+    None without a second turn. The engine's process takes both times.
+    """
+    lags = [
+        after.metrics.queued_ts - before.metrics.last_token_ts - wait_s
+        for trajectory, each in zip(outputs, turns, strict=True)
+        for (before, after), (_, _, wait_s) in zip(pairwise(trajectory), each, strict=False)
+    ]
+    return mean(lags) if lags else None
+
+
+def sampling(tokens: int) -> Any:
+    """vLLM's SamplingParams of a response of so many tokens, with one output at its end."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        temperature=1.0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def empty_prefix_cache(llm: Any) -> None:
@@ -93,13 +141,12 @@ class Trace:
             raise ConfigError("step times need disable_log_stats=False")
         self.rows: list[Row] = []
         self.begun = 0.0
-        report, core = manager.record, llm.llm_engine.engine_core
-        get_output, last = core.get_output, [0.0]
+        report, processor = manager.record, llm.llm_engine.output_processor
+        process, last = processor.process_outputs, [0.0]
 
-        def remembered() -> Any:
-            outputs = get_output()
-            last[0] = outputs.timestamp  # the engine's time.monotonic(), which perf_counter() equals on Linux
-            return outputs
+        def remembered(outputs: Any, engine_core_timestamp: float, *rest: Any, **more: Any) -> Any:
+            last[0] = engine_core_timestamp  # the engine's time.monotonic(), which perf_counter() equals on Linux
+            return process(outputs, engine_core_timestamp, *rest, **more)
 
         def record(scheduler_stats: Any = None, iteration_stats: Any = None, **rest: Any) -> None:
             if scheduler_stats is not None and iteration_stats is not None:
@@ -117,7 +164,7 @@ class Trace:
                 )
             report(scheduler_stats=scheduler_stats, iteration_stats=iteration_stats, **rest)
 
-        core.get_output, manager.record = remembered, record
+        processor.process_outputs, manager.record = remembered, record
 
     def start(self) -> None:
         self.rows.clear()
