@@ -4,7 +4,7 @@ Read in verl 0.9.1 and 0.10.0.dev (commit 1dda039b9, August 2026): `_write_gener
 and of `trainer/ppo/v1/trainer_base.py`. A line is one response, {"input", "output", "gts", "score", "step", ...}. Both
 texts are decoded without special tokens: a chat template's markers and the end of a response are not in them. A
 response of several turns has tool output in it. A list "response_mask", 1 for each generated token, tells them apart.
-verl does not write it by itself: a reward function can return it.
+verl does not write it by itself: `ray_trainer.py` writes what a reward function returns, `v1` only the texts.
 `trainer.validation_data_dir` has the same files.
 """
 

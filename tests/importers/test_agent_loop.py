@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ from tiny_models import checkpoint
 from verl_parts import Served, planned, serving, small
 
 from fp8plan import cli
-from fp8plan.model.turns import TurnTable
 from fp8plan.model.validate.records import recorded_workload
 
 pytestmark = [pytest.mark.verl, pytest.mark.trl, pytest.mark.vllm]
@@ -31,22 +31,40 @@ CONTEXT = 4096  # tokens, half of them for the prompt: Qwen3's words on tools ha
 FACTORS = r'\{"a": [1-9][0-9]{0,4}, "b": [1-9][0-9]{0,4}\}'
 CALL = rf'\n<tool_call>\n\{{"name": "multiply", "arguments": {FACTORS}\}}\n</tool_call>'
 CALLS, MAY_CALL = f"[a-z ]{{1,9}}{CALL}", f"[a-z ]{{1,9}}({CALL})?"
-TOOL = '''
+TOOL_S = 0.05
+TOOL = f'''
+import asyncio
+
 from verl.tools.function_tool import function_tool
 
 @function_tool
-def multiply(a: int, b: int) -> str:
+async def multiply(a: int, b: int) -> str:
     """Multiply two numbers.
 
     Args:
         a: The first.
         b: The second.
     """
-    return f"The result is {a * b}, as multiplied by the tool."
+    await asyncio.sleep({TOOL_S})
+    return f"The result is {{a * b}}, as multiplied by the tool."
 '''
 
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "import.md"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+AGENTS = "[{name: agent_with_mask, _target_: with_mask.AgentWithMask}]"
+WITH_MASK = """
+from verl_turns import LoggedToolAgent
+
+class AgentWithMask(LoggedToolAgent):
+    async def run(self, *args, **more):
+        output = await super().run(*args, **more)
+        padding = [0] * (self.response_length - len(output.response_mask))
+        output.extra_fields["response_mask"] = output.response_mask + padding
+        return output
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(ground_truth in solution_str), "response_mask": extra_info["response_mask"]}
+"""
 
 
 class Client:
@@ -85,20 +103,21 @@ class Ran(NamedTuple):
     batch:   verl's, with the mask of its responses as a figure of the reward
     turns:   (generated, tool) tokens of each turn, by trajectory of the batch, as the engine counted them
     prompts: tokens of each first request, likewise
-    model:   the folder of the engine's model
+    folder:  has the engine's model/, and the loops' own log in trajectories/
     """
 
     batch: Any
     turns: list[list[tuple[int, int]]]
     prompts: list[int]
-    model: Path
+    folder: Path
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("agent")
     (folder / "tool.py").write_text(TOOL)
-    (folder / "with_mask.py").write_text(GUIDE.read_text().partition("```python\n")[2].partition("```")[0])
+    (folder / "with_mask.py").write_text(WITH_MASK)
+    (folder / "agents.yaml").write_text(AGENTS)
     model = shutil.copytree(checkpoint("dense", "a"), folder / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
@@ -109,7 +128,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.rollout.load_format": "auto",
         "actor_rollout_ref.rollout.max_model_len": CONTEXT,
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent_with_mask",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": folder / "agents.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "agent_with_mask",
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": MOST_TURNS,
         "actor_rollout_ref.rollout.multi_turn.function_tool_path": folder / "tool.py",
         "data.max_prompt_length": CONTEXT // 2,
@@ -120,7 +140,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         serving(replace(plan, model=str(model), limits=limits), *overrides) as served,
         pytest.MonkeyPatch.context() as at,
     ):
+        at.setenv("TRAJECTORIES", str(folder / "trajectories"))
         at.syspath_prepend(folder)
+        at.syspath_prepend(EXAMPLES)
         client = Client(served)
         batch = asyncio.run(rollout(small(*overrides), client, import_module("with_mask")))
     rows = [
@@ -130,7 +152,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     by_row = [requests for row in rows for requests in client.outputs.values() if tokens_of(requests[-1]) == row]
     assert len(by_row) == len(rows) == len(client.outputs)
     prompts = [len(requests[0].prompt_token_ids) for requests in by_row]
-    return Ran(batch, [turns_of(requests) for requests in by_row], prompts, model)
+    return Ran(batch, [turns_of(requests) for requests in by_row], prompts, folder)
 
 
 def tokens_of(output: Any) -> list[int]:
@@ -140,15 +162,13 @@ def tokens_of(output: Any) -> list[int]:
 
 def turns_of(outputs: list[Any]) -> list[tuple[int, int]]:
     """(generated, tool) tokens of each request of a trajectory."""
-    ends = [len(tokens_of(output)) for output in outputs]
-    begins = [len(output.prompt_token_ids) for output in outputs]
-    generated = [len(output.outputs[0].token_ids) for output in outputs]
-    tool = [begin - end for begin, end in zip(begins[1:], ends, strict=False)]
-    return list(zip(generated, [*tool, 0], strict=True))
+    lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs]
+    tool = [after - prompt - generated for (prompt, generated), (after, _) in pairwise(lengths)]
+    return [(generated, added) for (_, generated), added in zip(lengths, [*tool, 0], strict=True)]
 
 
 async def rollout(config: Any, client: Client, mask: Any) -> Any:
-    """What verl's worker makes of prompts. mask: the module of the import's guide, whose loop and reward are used"""
+    """What verl's worker makes of prompts. mask: the module with the reward"""
     from verl import DataProto
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
@@ -174,20 +194,18 @@ def dump(ran: Ran, folder: Path, with_mask: bool) -> None:
     from verl.trainer.ppo.reward import extract_reward
 
     trainer = object.__new__(RayPPOTrainer)
-    trainer.tokenizer, trainer.global_steps = AutoTokenizer.from_pretrained(ran.model), 1
+    trainer.tokenizer, trainer.global_steps = AutoTokenizer.from_pretrained(ran.folder / "model"), 1
     trainer._init_dump_executor()
     ran.batch.batch["token_level_scores"], figures = extract_reward(ran.batch)
     trainer._log_rollout_data(ran.batch, figures if with_mask else {}, {}, str(folder))
     trainer._shutdown_dump_executor()
 
 
-@pytest.mark.parametrize("with_mask", [True, False], ids=["mask", "text"])
+@pytest.mark.parametrize("source", ["dump with masks", "dump", "log of trajectories"])
 def test_a_plan_has_the_turns_that_ran(
-    ran: Ran, with_mask: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ran: Ran, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = [len(turns) for turns in ran.turns]
-    assert max(counts) >= SAMPLES  # as many calls less one
-    dump(ran, tmp_path / "dump", with_mask)
+    assert max(map(len, ran.turns)) >= SAMPLES  # as many calls less one
     monkeypatch.chdir(tmp_path)
 
     def command(*words: object) -> str:
@@ -198,21 +216,33 @@ def test_a_plan_has_the_turns_that_ran(
         assert not end.value.code
         return capsys.readouterr().out
 
-    command("import", "verl", "dump", "--tokenizer", ran.model, "-o", "run.jsonl")
-    planned = command("plan", ran.model, "--gpu", "h200", "--workload", "run.jsonl", "--tool-s", 2, "--json")
-    workload, _ = recorded_workload("run.jsonl", tool_s=2)
-    batch, expected = workload.batch(), TurnTable.of([(*turn, 2.0) for turn in turns] for turns in ran.turns)
-    assert batch.turns is not None
-    assert np.diff(batch.turns.first).tolist() == counts
-    assert batch.turns.wait_s.tolist() == expected.wait_s.tolist()
-    assert (abs(batch.prompts - ran.prompts) <= 2).all()  # text lacks the markers of its ends
-    of_plan = json.loads(planned)["workload"]
-    assert (of_plan["prompts"], of_plan["samples"]) == (PROMPTS, SAMPLES)
-    if with_mask:
-        assert batch.turns.generated.tolist() == expected.generated.tolist()
-        assert batch.turns.tool.tolist() == expected.tool.tolist()
-        assert of_plan["response_tokens"] == expected.generated.sum()
-        assert of_plan["mean_turn_tokens"] == expected.generated.mean()
+    plan, waits = ["plan", ran.folder / "model", "--gpu", "h200", "--workload", "run.jsonl", "--json"], {}
+    if source == "log of trajectories":
+        command("import", "jsonl", ran.folder / "trajectories", "-o", "run.jsonl")
     else:
-        assert (abs(batch.turns.generated - expected.generated) <= 1).all()
-        assert (abs(batch.turns.tool - expected.tool) <= 3).all()
+        dump(ran, tmp_path / "dump", source == "dump with masks")
+        command("import", "verl", "dump", "--tokenizer", ran.folder / "model", "-o", "run.jsonl")
+        plan, waits = [*plan, "--tool-s", 2], {"tool_s": 2}
+    of_plan = json.loads(command(*plan))["workload"]
+    assert (of_plan["prompts"], of_plan["samples"]) == (PROMPTS, SAMPLES)
+    batch = recorded_workload("run.jsonl", **waits)[0].batch()
+    assert batch.turns is not None
+    tokens = list(zip(batch.turns.generated.tolist(), batch.turns.tool.tolist(), strict=True))
+    turns = [tokens[first:last] for first, last in pairwise(batch.turns.first)]
+    goes_on = np.concatenate([np.arange(len(each)) < len(each) - 1 for each in turns])
+    if source == "dump":  # the text lacks the ends of its turns
+        off = np.concatenate(turns) - np.concatenate(ran.turns)
+        assert list(map(len, turns)) == list(map(len, ran.turns))
+        assert (abs(off) <= (1, 3)).all()
+        return
+    by_end = source == "log of trajectories"  # the loops log in the order in which they end
+    assert (sorted(turns) if by_end else turns) == (sorted(ran.turns) if by_end else ran.turns)
+    generated = [tokens for each in ran.turns for tokens, _ in each]
+    assert of_plan["response_tokens"] == sum(generated)
+    assert of_plan["mean_turn_tokens"] == np.mean(generated)
+    if by_end:
+        assert batch.prompts.tolist() == ran.prompts
+        assert (batch.turns.wait_s[goes_on] > TOOL_S).all()
+    else:
+        assert (abs(batch.prompts - ran.prompts) <= 2).all()  # their text lacks the ends of turns
+        assert (batch.turns.wait_s[goes_on] == 2).all()
