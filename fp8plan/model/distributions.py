@@ -17,7 +17,7 @@ from fp8plan.jsonl import lines
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
-DEFAULT_PROMPTS = "fixed:1024"
+DEFAULT_PROMPTS = "1024"
 MOST_SIGMA = 10.0  # rollouts have about 1
 # Far above any context or rollout, and low enough for int64 sums over a batch.
 MOST_TOKENS = 10**9
