@@ -390,6 +390,7 @@ def test_each_failure_that_the_guide_calls_caught_has_its_test() -> None:
 
 def test_every_example_has_its_test() -> None:
     tested = {"choose_precision.py", "apply_to_vllm.py", "grpo_loop.py", "trl_grpo.py"}
+    tested.add("verl_turns.py")  # tests/importers/test_agent_loop.py
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 

@@ -33,7 +33,7 @@ ELSEWHERE: Final = {
     **dict.fromkeys(("--dtype", "--quantization", "--kv-cache-dtype"), "type --precision bf16, fp8_block, ..."),
     **dict.fromkeys(("--n", "--num-generations", "--group-size"), "type --samples"),
     **dict.fromkeys(("--batch-size", "--train-batch-size"), "type --prompts, and --samples for each of them"),
-    **dict.fromkeys(("--max-prompt-length", "--input-len"), "type --prompt-lengths fixed:TOKENS"),
+    **dict.fromkeys(("--max-prompt-length", "--input-len"), "type --prompt-lengths TOKENS"),
     **dict.fromkeys(
         ("--max-tokens", "--max-new-tokens", "--max-response-length", "--max-completion-length", "--output-len"),
         "type --response-lengths lognormal:mean=TOKENS,sigma=S,max=TOKENS",

@@ -195,11 +195,8 @@ def _workload(
     counts = typed.get("prompts", PROMPTS), typed.get("samples_per_prompt", SAMPLES)
     seed = typed.get("seed", SEED)
     if of_turns:
-        turns = parse_turns(of_turns)
-        if "response_lengths" in typed:
-            raise ConfigError("both --turns and --response-lengths are given; --turn-tokens has the lengths of turns")
         prompts = parse_distribution(typed.get("prompt_lengths", DEFAULT_PROMPTS), PROMPT)
-        return Workload(*counts, prompts, seed=seed, turns=turns), []
+        return Workload(*counts, prompts, typed.get("response_lengths"), seed, parse_turns(of_turns)), []
     prompts, responses, notes = parse_both_lengths(
         typed.get("prompt_lengths"), typed.get("response_lengths", RESPONSES)
     )

@@ -74,7 +74,7 @@ def validate_command(
     from fp8plan.model.validate.validate import validate
 
     run = read_run(file, include_first)
-    result = validate(run.records, strict, progress=progress("predicting"))
+    result = validate(run.compared(), strict, progress=progress("predicting"))
     print_notes([*run.notes, *result.warnings])
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))

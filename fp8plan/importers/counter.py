@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.importers import notes
 from fp8plan.importers.logged import Measured, Note, Request, Text, name_of, without_waits
 from fp8plan.importers.turn_boundaries import Texts, split
 from fp8plan.schemas import parse
 
 BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 times as many bytes
-NO_TOOLS: Final = (
-    "responses call tools, whose definitions are in every prompt and not in the log: prompts are counted without them; "
-    "give --tools FILE"
-)
 QUESTION: Final = [{"role": "user", "content": "-"}]
 
 
@@ -109,7 +106,7 @@ class Counter:
         for message in request.response:
             if message.get("role") == "assistant":
                 if not self.tools and "tool_calls" in message:
-                    self.note(NO_TOOLS)
+                    self.note(notes.NO_TOOLS)
                 generated.append(self._turn(message))
                 between.append("")
             elif between:
@@ -125,7 +122,7 @@ class Counter:
         try:
             begun, whole = self._rendered(QUESTION), self._rendered([*QUESTION, message], False)
         except ConfigError as error:
-            self.note(f"a response is counted by its bare text: {error}")
+            self.note(notes.BARE_TEXT.format(error))
             return _bare(message)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun, whole, strict=False)))
         return max(whole[shared:].rstrip(), _bare(message), key=len)

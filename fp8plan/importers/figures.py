@@ -18,6 +18,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note
+from fp8plan.importers.notes import TORN_FIGURE
 from fp8plan.jsonl import TORN, lines, torn_note
 
 Figures = dict[int, dict[str, float]]  # step -> name -> value
@@ -100,7 +101,7 @@ def _console(path: Path, note: Note) -> Iterable[tuple[str, dict[str, str]]]:
             if match := STEP.search(TERMINAL.sub("", line)):
                 figures = [FIGURE.fullmatch(part.strip()) for part in match[2].split(" - ")]
                 if not line.endswith("\n") and figures.pop():
-                    note(f"the last figure in line {number} of {path} is left out: the line breaks off")
+                    note(TORN_FIGURE.format(number, path))
                 yield match[1], {figure[1]: figure[2] for figure in figures if figure}
 
 

@@ -15,11 +15,9 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from fp8plan.importers.logged import Measured, Note, Source, name_of
-from fp8plan.jsonl import TORN, lines, torn_note
+from fp8plan.importers.logged import Measured, Note, Source, name_of, whole_lines
 from fp8plan.model.distributions import MOST_SECONDS, MOST_TOKENS
 from fp8plan.model.turn_table import Turn
-from fp8plan.schemas import checked
 
 Generated = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 Added = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
@@ -36,15 +34,8 @@ class Trajectory(msgspec.Struct):
 
 
 def requests(file: Path, note: Note) -> Iterator[Measured]:
-    """Read the trajectories of a file, without a last line that breaks off.
-
-    Raises ConfigError, naming the line, for one that is no trajectory.
-    """
-    for number, row in lines(file, "file of trajectories"):
-        if row is TORN:
-            note(torn_note(number, file))
-            return
-        trajectory = checked(row, Trajectory, f"line {number} of {file}")
+    """Read the trajectories of a file, as `whole_lines` does."""
+    for number, trajectory in whole_lines(file, Trajectory, note):
         *others, last = (Turn(*turn) for turn in trajectory.turns)
         own = number if trajectory.prompt_id is None else trajectory.prompt_id
         name = name_of(repr((trajectory.prompt_id is None, own)).encode())

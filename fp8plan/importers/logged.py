@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import TORN, lines, torn_note
 from fp8plan.model.turn_table import Turn
+from fp8plan.schemas import checked
+
+Line = TypeVar("Line")
 
 Note = Callable[[str], object]  # called with a remark on the log
 Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conversation
@@ -55,6 +59,27 @@ class Measured(NamedTuple):
 Rollout: TypeAlias = Iterator[Request] | Iterator[Measured]
 
 
+class Tally(NamedTuple):
+    """Numbers of responses and tokens.
+
+    several:       responses with several turns
+    unclear:       responses whose turns are not known
+    generated:     tokens that the model generated
+    tools:         tokens that tools and users added
+    unknown_waits: waits for tools whose seconds the log lacks
+    """
+
+    responses: int = 0
+    several: int = 0
+    unclear: int = 0
+    generated: int = 0
+    tools: int = 0
+    unknown_waits: int = 0
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(*map(sum, zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True, slots=True)
 class Logged:
     """One rollout in a log, which is not read yet.
@@ -90,24 +115,17 @@ class Counted:
         return [sum(turn.generated for turn in turns) for turns in self.turns]
 
     @property
-    def several(self) -> int:
-        """The number of responses with several turns."""
-        return sum(1 for turns in self.turns if len(turns) > 1)
-
-    @property
-    def tool_tokens(self) -> int:
-        """Tokens that tools and users added in all responses."""
-        return sum(turn.tool for turns in self.turns for turn in turns)
-
-    @property
-    def unknown_waits(self) -> bool:
-        """True if the log lacks the seconds of a tool."""
-        return any(turn.wait_s is None for turns in self.turns for turn in turns)
-
-    def mean_response(self, with_tools: bool = False) -> float:
-        """The mean number of tokens of a response, with those of tools or without."""
-        tokens = sum(self.response_lengths) + (self.tool_tokens if with_tools else 0)
-        return tokens / len(self.turns)
+    def tally(self) -> Tally:
+        """Its numbers of responses and tokens."""
+        every = [turn for turns in self.turns for turn in turns]
+        return Tally(
+            responses=len(self.turns),
+            several=sum(1 for turns in self.turns if len(turns) > 1),
+            unclear=self.unclear,
+            generated=sum(turn.generated for turn in every),
+            tools=sum(turn.tool for turn in every),
+            unknown_waits=sum(1 for turn in every if turn.wait_s is None),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +170,18 @@ class Source:
         return [
             Logged(step, by_step[step], by_step.get(before)) for before, step in zip([-1, *steps], steps, strict=False)
         ]
+
+
+def whole_lines(file: Path, kind: type[Line], note: Note) -> Iterator[tuple[int, Line]]:
+    """Yield (number, line) of a log of JSON lines, without a last line that breaks off.
+
+    Raises ConfigError, naming the line, for one that is not of that kind.
+    """
+    for number, row in lines(file, "log of rollouts"):
+        if row is TORN:
+            note(torn_note(number, file))
+            return
+        yield number, checked(row, kind, f"line {number} of {file}")
 
 
 def name_of(prompt: bytes) -> bytes:

@@ -13,28 +13,20 @@ from typing import Any, Final
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.importers import jsonl, skyrl, trl, verl
+from fp8plan.importers import jsonl, notes, skyrl, trl, verl
 from fp8plan.importers.counter import Counter, load_tokenizer, load_tools
-from fp8plan.importers.figures import Figures, figures
-from fp8plan.importers.logged import (
-    Counted,
-    Logged,
-    Request,
-    Source,
-    counted,
-)
+from fp8plan.importers.figures import figures
+from fp8plan.importers.logged import Counted, Logged, Request, Tally, counted
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
 from fp8plan.model.validate.records import caller_of
-from fp8plan.model.workload_turns import WAITS
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
 SOURCES: Final = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE, "jsonl": jsonl.SOURCE}
 NEAR: Final = 0.02  # largest relative gap from the trainer's mean tokens that needs no note
 Progress = Callable[[int, int], object]  # called with the bytes read, and with their total
-UNUSED_TOOLS: Final = "--tools was not used: the log holds no conversations, and prompts have their tools in them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +112,26 @@ class RolloutStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sizes = [logged.path.stat().st_size for logged in self._chosen]
-        totals, missing, timed = _Totals(self._known, self._source), dict[str, None](), 0
+        tally, widest, missing, timed = Tally(), (NEAR, ""), set[str](), 0  # widest: a gap, and the note on it
         for number, logged in enumerate(self._chosen):
             done = sum(sizes[:number])
             rollout = self._counted(logged, done, sizes[number], sum(sizes))
-            totals.add(rollout)
+            own = rollout.tally
+            tally, widest = tally.plus(own), max(widest, self._gap(rollout.step, own))
             record = self._record(rollout)
-            missing |= dict.fromkeys(name for name in REQUIRED if name not in record)
+            missing |= set(REQUIRED) - set(record)
             timed += "seconds" in record
             yield record
             self._progress(done + sizes[number], sum(sizes))
-        for note in totals.of_tools():
+        for note in notes.of_turns(tally):
             self._note(note)
         if self._tools and not (self._counter and self._counter.rendered):
-            self._note(UNUSED_TOOLS)
-        if totals.gap_note:
-            self._note(totals.gap_note)
+            self._note(notes.UNUSED_TOOLS)
+        if widest[1]:
+            self._note(widest[1])
         if missing:
-            absent = [name for name in REQUIRED if name in missing]
-            self._note(_absent(absent, self._trainer, self._source, self._log, timed, len(sizes)))
+            fields = [name for name in REQUIRED if name in missing]
+            self._note(notes.absent(fields, self._trainer, self._source, self._log, timed, len(sizes)))
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -151,14 +144,14 @@ class RolloutStream:
         kept = [logged for logged in every if logged.step not in lost]
         if not kept:
             raise ConfigError("every logged rollout is an evaluation's; evaluate less often than every logging step")
-        if steps := ", ".join(map(str, sorted({logged.step for logged in every} & lost))):
-            self._note(f"left out, as an evaluation wrote over them: steps {steps}")
+        if steps := sorted({logged.step for logged in every} & lost):
+            self._note(notes.OVERWRITTEN.format(", ".join(map(str, steps))))
         try:
             self._begin(kept[-1])
         except ConfigError as error:
             if len(kept) == 1:
                 raise
-            self._note(f"step {kept.pop().step}, the last one, is left out: {error}")
+            self._note(notes.LAST_LEFT_OUT.format(kept.pop().step, error))
         new = (logged for logged in reversed(kept) if not self._again(logged))
         return list(islice(new, last))[::-1]
 
@@ -184,7 +177,7 @@ class RolloutStream:
             requests = self._counter.measured(self._watched(requests, done, size, total))
         rollout = counted(logged.step, requests)
         for text in torn:
-            self._note(f"{text}; so step {logged.step} lacks a response at least, and its seconds are left out")
+            self._note(notes.TORN_ROLLOUT.format(text, logged.step))
             self._known.pop(logged.step, None)  # its figures are of all responses
         return rollout
 
@@ -196,12 +189,21 @@ class RolloutStream:
             read += sum(len(text) for text in request if isinstance(text, str))
             self._progress(done + min(read, size), total)
 
+    def _gap(self, step: int, tally: Tally) -> tuple[float, str]:
+        """The relative gap of the mean response from the trainer's own figure, and a note on it."""
+        logged = self._known.get(step, {}).get(self._source.mean_response or "")
+        if not logged or not is_number(logged):
+            return 0.0, ""
+        tokens = tally.generated + (tally.tools if self._source.mean_with_tools else 0)
+        mean = tokens / tally.responses
+        return abs(mean / logged - 1), notes.of_gap(step, mean, logged)
+
     def _record(self, rollout: Counted) -> dict[str, Any]:
         record = self._facts | {"step": rollout.step, "prompt_ids": rollout.prompt_ids}
         if rollout.step == self._first:
             record["first_rollout"] = True
         record |= {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
-        if rollout.several:
+        if any(len(turns) > 1 for turns in rollout.turns):
             record["turns"] = [[list(turn) for turn in turns] for turns in rollout.turns]
         if rollout.unclear:
             record["unclear_responses"] = rollout.unclear
@@ -222,76 +224,3 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
         ModelShape.from_hf(fields["model"])
     caller_of(fields)
     return fields
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Numbers of responses and tokens in all rollouts, and a note on the mean length that is furthest off the log's.
-
-    known: the trainer's own figures
-    """
-
-    known: Figures
-    source: Source
-    responses: int = 0
-    several: int = 0
-    unclear: int = 0
-    generated: int = 0
-    tools: int = 0
-    unknown_waits: bool = False
-    gap: float = NEAR
-    gap_note: str | None = None
-
-    def add(self, rollout: Counted) -> None:
-        self.responses += len(rollout.turns)
-        self.several += rollout.several
-        self.unclear += rollout.unclear
-        self.generated += sum(rollout.response_lengths)
-        self.tools += rollout.tool_tokens
-        self.unknown_waits |= rollout.unknown_waits
-        logged = self.known.get(rollout.step, {}).get(self.source.mean_response or "")
-        if not logged or not is_number(logged):
-            return
-        mean = rollout.mean_response(self.source.mean_with_tools)
-        off = mean / logged - 1
-        if abs(off) > self.gap:
-            self.gap = abs(off)
-            self.gap_note = (
-                f"step {rollout.step}: {mean:,.1f} tokens a response by the text, {logged:,.1f} in the log "
-                f"({off:+.1%}); the text has no special tokens; a large gap means another tokenizer, or figures that "
-                "average over steps"
-            )
-
-    def of_tools(self) -> Iterator[str]:
-        """Remarks on turns and tools."""
-        if self.several:
-            share = self.tools / (self.generated + self.tools)
-            yield (
-                f"{self.several:,} of {self.responses:,} responses have several turns. {share:.1%} of the tokens of "
-                "all responses are tool output or a user's, which no engine generated: they are in turns, not in "
-                "response_lengths. The seconds hold the tools' own"
-            )
-        if self.unknown_waits:
-            yield f"the log does not say how long the tools took: type plan --workload FILE --tool-s {WAITS}"
-        if self.unclear:
-            yield (
-                f"{self.unclear:,} of {self.responses:,} responses ({self.unclear / self.responses:.1%}) may hold tool "
-                "output: they show a marker of a tool or of a second turn, or their mask is missing. The log cannot "
-                "tell its share, so all of their tokens count as generated"
-            )
-
-
-def _absent(
-    missing: Sequence[str], trainer: str, source: Source, log: str | Path | None, timed: int, records: int
-) -> str:
-    """A note on the fields that `validate` needs and the records lack, and how to give them."""
-    options = ", ".join(f"--{name.replace('_', '-')}" for name in missing if name != "seconds")
-    ways = [f"give {options}"] if options else []
-    if "seconds" in missing:
-        if source.seconds is None:
-            ways.append(f"{trainer} logs no seconds of generation: write them into the lines")
-        elif log is None:
-            ways.append(f"give --log, where {trainer} logs {source.seconds}")
-        else:
-            ways.append(f"{log} has {source.seconds} of {timed} of {records} rollouts")
-    return f"not known: {', '.join(missing)}; `plan --workload` does without, `validate` does not: {'; '.join(ways)}"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Masked, Measured, Note, Source, name_of, without_waits
-from fp8plan.importers.turn_boundaries import runs
+from fp8plan.importers.turn_boundaries import masked
 
 WRITER = "skyrl.backends.skyrl_train.training_batch"
 
@@ -35,30 +35,22 @@ def requests(file: Path, note: Note) -> Iterator[Measured]:
         batch, padding = state["batch_dict"], int((state["metadata"] or {}).get("pad_size", 0))
         tokens, mask, responses = (_array(batch[name]) for name in ("sequences", "attention_mask", "response_mask"))
         counts = [int(row.sum()) for row in responses[: len(tokens) - padding]]
-        losses = _masked(batch.get("loss_mask"), responses)
+        losses = batch.get("loss_mask")
+        readable = isinstance(losses, dict) and losses.get("format", "numpy") == "numpy"
+        rows = zip(_array(losses), responses, strict=True) if readable else []
+        masks = [masked(loss[real != 0] != 0) for loss, real in rows]
     except Exception as error:  # a damaged pickle raises anything
         raise ConfigError(f"cannot read {file} as a SkyRL training batch: {type(error).__name__}: {error}") from None
-    known = losses or [None] * len(counts)
-    one_turn = [Masked(0, without_waits([(response, 0)])) for response in counts]
-    several = any(by_mask is not None and by_mask != one for by_mask, one in zip(known, one_turn, strict=False))
-    for row, response in enumerate(counts):
+    singles = [Masked(0, without_waits([(response, 0)])) for response in counts]
+    # A response without a mask was taken out of the loss, as overlong ones are.
+    known = masks[: len(singles)] or [None] * len(singles)
+    several = any(by_mask not in (None, single) for by_mask, single in zip(known, singles, strict=True))
+    for row, (single, by_mask) in enumerate(zip(singles, known, strict=True)):
         real = tokens[row][mask[row] == 1]
-        prompt = real[: len(real) - response]
-        by_mask = known[row]
-        before, turns = one_turn[row] if by_mask is None else by_mask
-        unclear = losses is None or (several and by_mask is None and response > 0)
+        prompt = real[: len(real) - counts[row]]
+        before, turns = by_mask or single
+        unclear = not readable or (several and by_mask is None and counts[row] > 0)
         yield Measured(name_of(prompt.tobytes()), len(prompt) + before, turns, unclear)
-
-
-def _masked(mask: Any, responses: NDArray[Any]) -> list[Masked | None] | None:
-    """Each response by the loss mask; None: there is no such mask that can be read.
-
-    A response is None where a filter, as of overlong ones, took it out of the loss.
-    """
-    if not isinstance(mask, dict) or mask.get("format", "numpy") != "numpy":
-        return None
-    losses = _array(mask)
-    return [runs(loss[real != 0] != 0) for loss, real in zip(losses, responses, strict=True)]
 
 
 class _State(dict[str, Any]):

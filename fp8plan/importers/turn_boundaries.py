@@ -8,11 +8,9 @@ without special tokens. Then Qwen's turn is "user", "<tool_response>", the outpu
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp8plan.importers.logged import Masked, without_waits
 
@@ -45,7 +43,7 @@ class Texts(NamedTuple):
 
     generated: one for each turn of the model
     between:   one after each of them but the last, of tools and users
-    unclear: a marker stands in the generated text, which may hold tool output, too
+    unclear:   a marker stands in the generated text, which may hold tool output, too
     """
 
     generated: list[str]
@@ -76,14 +74,13 @@ def masked(mask: Any) -> Masked | None:
 
     Zeros at the end pad the batch, or are of a tool that no turn follows. Both are left out.
     """
-    if not isinstance(mask, Sequence) or isinstance(mask, str) or not all(x in (0, 1) for x in mask):
+    try:
+        bits = np.asarray(mask)
+    except ValueError:  # lists of unequal length
         return None
-    return runs(np.array(mask, dtype=bool))
-
-
-def runs(generated: NDArray[np.bool_]) -> Masked | None:
-    """The turns of a response as in `masked`. generated: shape (tokens,)"""
-    edges = np.flatnonzero(np.diff(generated, prepend=False, append=False))
+    if bits.ndim != 1 or bits.dtype.kind not in "biuf" or not np.isin(bits, (0, 1)).all():
+        return None
+    edges = np.flatnonzero(np.diff(bits.astype(bool), prepend=False, append=False))
     if not len(edges):
         return None
     starts, ends = edges[::2], edges[1::2]

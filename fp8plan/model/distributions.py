@@ -17,7 +17,7 @@ from fp8plan.jsonl import lines
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
-DEFAULT_PROMPTS = "fixed:1024"
+DEFAULT_PROMPTS = "1024"
 MOST_SIGMA = 10.0  # rollouts have about 1
 # Far above any context or rollout, and low enough for int64 sums over a batch.
 MOST_TOKENS = 10**9
@@ -46,7 +46,8 @@ class Quantity(NamedTuple):
     def syntax(self) -> str:
         """The ways to type a distribution."""
         number = self.unit.upper()
-        return f"fixed:{number}, lognormal:mean={number},sigma=S,max={number}, or a .jsonl or .parquet file of them"
+        spread = f"lognormal:mean={number},sigma=S,max={number}"
+        return f"{number} or fixed:{number}, {spread}, or a .jsonl or .parquet file of them"
 
     def number(self, text: str) -> int | float:
         """A typed number. Raises ValueError for other text."""
@@ -233,10 +234,13 @@ def parse_distribution(text: str, column: str, quantity: Quantity = LENGTHS) -> 
 
 
 def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
-    kind, _, rest = text.partition(":")
+    path = Path(text)
+    if path.suffix in (".jsonl", ".parquet"):
+        return Trace(tuple(_read_column(path, column)), str(path))
+    kind, colon, rest = text.partition(":")
     try:
-        if kind == "fixed":
-            return Fixed(quantity.number(rest))
+        if kind == "fixed" or not colon:
+            return Fixed(quantity.number(rest if colon else text))
         if kind == "lognormal":
             parts = [part.partition("=") for part in rest.split(",")]
             fields = {name: value for name, _, value in parts}
@@ -246,19 +250,7 @@ def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise _unread(text, quantity) from None
-    path = Path(text)
-    if path.suffix in (".jsonl", ".parquet"):
-        return Trace(tuple(_read_column(path, column)), str(path))
-    raise _unread(text, quantity)
-
-
-def _unread(text: str, quantity: Quantity) -> ConfigError:
-    """The error for a distribution in another spelling, which says what to type for a number."""
-    hint = number_hint(f"fixed:{text}" if text[:1].isdigit() else text)
-    if text.isdigit():
-        hint = f"type fixed:{text} for all, or lognormal:mean={quantity.unit.upper()},sigma=S,max={text} for at most; "
-    return ConfigError(f"cannot read the {quantity.noun} {text!r}; {hint}allowed: {quantity.syntax}")
+    raise ConfigError(f"cannot read the {quantity.noun} {text!r}; {number_hint(text)}allowed: {quantity.syntax}")
 
 
 def _read_column(path: Path, column: str) -> list[Any]:

@@ -264,17 +264,17 @@ class EngineLimits:
         """`cut`, and the number of replicas."""
         return *self.cut, self.data_parallel_size
 
-    def holding(self, longest_request: int) -> EngineLimits:
+    def holding(self, longest_request: int, shorten: str = "shorten the requests") -> EngineLimits:
         """These limits with max_model_len filled in if it is None.
 
-        longest_request: prompt + response in tokens. Raises ConfigError if max_model_len is given and shorter.
+        longest_request: in tokens. Raises ConfigError, with the advice to `shorten`, if max_model_len is shorter.
         """
         if self.max_model_len is None:
             return replace(self, max_model_len=longest_request)
         if longest_request > self.max_model_len:
             raise ConfigError(
-                f"the longest request has {longest_request} tokens (prompt + response), max_model_len is "
-                f"{self.max_model_len}; shorten the response lengths or raise max_model_len"
+                f"the longest request has {longest_request} tokens, max_model_len is {self.max_model_len}; {shorten}, "
+                "or raise max_model_len"
             )
         return self
 

@@ -95,7 +95,7 @@ class Workload:
         Distribution,
         Option(
             WORKLOAD,
-            "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace",
+            "TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace",
             f"those of the responses' trace, else {DEFAULT_PROMPTS}",
             kind=str,
         ),
@@ -158,6 +158,13 @@ class Workload:
         turns = self.batch().turns
         assert turns is not None
         return int(turns.added.max())
+
+    @property
+    def shorten(self) -> str:
+        """Advice for requests that are too long."""
+        if self.turns is None:
+            return "shorten --prompt-lengths and --response-lengths (in Python the workload's)"
+        return self.turns.shorten
 
     def describe(self) -> dict[str, Any]:
         """The workload as plain data, without its seed."""

@@ -29,8 +29,8 @@ from fp8plan.options import Option, group_of
 QUANTITIES: Final[dict[str, Quantity]] = {
     "turns": TURNS, "turn_tokens": LENGTHS, "tool_tokens": ADDED, "tool_s": SECONDS,
 }  # fmt: skip
-NEEDED: Final = "none: needed with --turns"
-WAITS: Final = "fixed:2 or lognormal:mean=2,sigma=1,max=60"
+NEEDED: Final = "none: needed with --turns above 1"
+WAITS: Final = "2 or lognormal:mean=2,sigma=1,max=60"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -49,8 +49,10 @@ class Turns:
     Each of the first four is a number for all, Fixed, LogNormal or Trace.
     """
 
-    turns: Annotated[Distribution, Option(PANEL, "number of turns: 8, or as lengths", "one", kind=str)]
-    turn_tokens: Annotated[Distribution, Option(PANEL, "generated in a turn, as lengths", NEEDED, kind=str)]
+    turns: Annotated[Distribution, Option(PANEL, "number of turns, as lengths", "one", kind=str)]
+    turn_tokens: Annotated[
+        Distribution, Option(PANEL, "generated in a turn, as lengths", "none: needed with --turns", kind=str)
+    ]
     tool_tokens: Annotated[Distribution, Option(PANEL, "that a tool adds between turns", NEEDED, kind=str)]
     tool_s: Annotated[
         Distribution, Option(PANEL, f"seconds that a tool takes: {WAITS}; also of a --workload", NEEDED, kind=str)
@@ -82,6 +84,11 @@ class Turns:
     def most_turns(self) -> int:
         """Turns of the longest trajectory that can be drawn."""
         return int(self.turns.largest)
+
+    @property
+    def shorten(self) -> str:
+        """Advice for trajectories that are too long."""
+        return "lower --turns, or shorten --prompt-lengths, --turn-tokens and --tool-tokens (in Python the workload's)"
 
     def describe(self) -> dict[str, Any]:
         """The description as plain data."""
@@ -136,6 +143,11 @@ class LoggedTurns:
         """Turns of the longest trajectory."""
         return int(np.diff(self.table.first).max())
 
+    @property
+    def shorten(self) -> str:
+        """Advice for trajectories that are too long."""
+        return "give a --workload of shorter trajectories"
+
     def describe(self) -> dict[str, Any]:
         """The description as plain data."""
         described: dict[str, Any] = {"kind": "trace", "source": self.source, "rows": len(self.table.first) - 1}
@@ -163,15 +175,15 @@ def parse_turns(typed: Mapping[str, Any]) -> Turns:
 
     Raises ConfigError for options that are missing, and as `parse_distribution` and Turns do.
     """
-    missing = [f"--{name.replace('_', '-')}" for name in QUANTITIES if name not in typed]
+    words = dict(typed)
+    if "turns" in words and parse_distribution(words["turns"], "turns", TURNS).largest == 1:
+        words = {"tool_tokens": "0", "tool_s": "0"} | words  # a single turn has no tool after it
+    missing = [f"--{name.replace('_', '-')}" for name in QUANTITIES if name not in words]
     if missing:
         raise ConfigError(
-            f"turns need {', '.join(missing)}, too; type: --turns 8 --turn-tokens fixed:400 --tool-tokens "
+            f"turns need {', '.join(missing)}, too; type: --turns 8 --turn-tokens 400 --tool-tokens "
             "lognormal:mean=600,sigma=1,max=4000 --tool-s lognormal:mean=2,sigma=1,max=60"
         )
-    words = dict(typed)
-    if words["turns"].isdigit():
-        words["turns"] = f"fixed:{words['turns']}"
     parsed = {name: parse_distribution(words[name], name, quantity) for name, quantity in QUANTITIES.items()}
     return Turns(**words | parsed)
 

@@ -220,11 +220,10 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "a share in percent": ([*PLAN, "--gpu-memory-utilization", "90%"], ("given: '90%'); type 0.9",)),
     "a comma in a number": ([*PLAN, "--prompts", "1,024"], ("given: '1,024'); type 1024",)),
     "minutes": ([*PLAN, "--train-s", "2min"], ("given: '2min'); type 120",)),
-    "lengths without a kind": (
-        [*PLAN, "--response-lengths", "8192"],
-        ("type fixed:8192 for all, or lognormal:mean=TOKENS,sigma=S,max=8192 for at most",),
+    "lengths in thousands": (
+        [*PLAN, "--response-lengths", "8k"],
+        ("type 8000 or 8192; allowed: TOKENS or fixed:TOKENS",),
     ),
-    "lengths in thousands": ([*PLAN, "--response-lengths", "8k"], ("type fixed:8000 or fixed:8192",)),
     "an option of vLLM": ([*PLAN, "--tp", "2"], ("No such option: --tp; type --tensor-parallel-size",)),
     "a model after a flag": (["plan", "--model", MODEL], ("No such option: --model; the model stands alone",)),
     "a GPU that is like none": ([*PLAN, "--gpu", "tpu-v7"], ("unknown GPU 'tpu-v7'; known: h200_sxm",)),
@@ -267,7 +266,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "beyond the context": (
         ["plan", "nvidia/Nemotron-H-8B-Base-8K", "--gpu", "h200"],
-        ("allowed: at most 8192", "shorter --prompt-lengths and --response-lengths"),
+        ("allowed: at most 8192", "shorten --prompt-lengths and --response-lengths"),
     ),
     "heads that no kernel takes": (
         ["plan", "./odd_heads", "--gpu", "h200"],

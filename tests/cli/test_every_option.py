@@ -28,7 +28,7 @@ from fp8plan.model.risk.remedies import Remedies
 ABSENT = object()
 REQUEST, OUTPUTS = "predict.request", "deliver.self"
 TIMES = ["--train-s", "5", "--logprob-s", "2"]
-TURNS = "--turns 7 --turn-tokens fixed:300 --tool-tokens fixed:600 --tool-s fixed:2.5"
+TURNS = "--turns 7 --turn-tokens 300 --tool-tokens 600 --tool-s 2.5"
 RATE = ["--learning-rate", "1e-6"]
 
 

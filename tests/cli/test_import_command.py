@@ -54,13 +54,14 @@ def test_a_recorded_rollout_of_turns_is_planned_and_not_tuned(fp8plan: Callable[
     done = fp8plan("import", "jsonl", tmp_path, "-o", "run.jsonl")
     assert "the log does not say how long the tools took: type plan --workload FILE --tool-s" in done.err
     words = ("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl")
-    refused(fp8plan(*words), "line 1 of run.jsonl: the log does not say how long", "give --tool-s fixed:2 or lognormal")
+    refused(fp8plan(*words), "line 1 of run.jsonl: the log does not say how long", "give --tool-s 2 or lognormal")
     refused(fp8plan(*words, "--turns", 3), "both --workload and --turns are given")
-    planned = fp8plan(*words, "--tool-s", "fixed:1", "--concurrent", 1).out
+    refused(fp8plan(*words, "--tool-s", "1", "--max-model-len", 99), "give a --workload of shorter trajectories")
+    planned = fp8plan(*words, "--tool-s", "1", "--concurrent", 1).out
     assert "140 response tokens: mean 70" in planned  # of two trajectories
     assert "the engine is idle, as all trajectories wait for tools" in planned
-    refused(fp8plan("tune", *words[1:], "--tool-s", "fixed:1"), "whose limits are not tuned yet", "fp8plan plan MODEL")
-    dropped = json.loads(fp8plan(*words, "--tool-s", "fixed:1", "--reasoning-share", 0.5, "--json").out)
+    refused(fp8plan("tune", *words[1:], "--tool-s", "1"), "whose limits are not tuned yet", "fp8plan plan MODEL")
+    dropped = json.loads(fp8plan(*words, "--tool-s", "1", "--reasoning-share", 0.5, "--json").out)
     assert dropped["workload"]["turns"]["reasoning_share"] == 0.5
     Path("run.jsonl").write_text(json.dumps(json.loads(Path("run.jsonl").read_text()) | {"turns": None}))
     plan = json.loads(fp8plan(*words, "--json").out)

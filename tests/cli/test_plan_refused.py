@@ -12,7 +12,7 @@ from typed import PLAN, SMALL
 from fp8plan.model.precision import PRESETS
 from fp8plan.version import DEFAULT_VERSION, LAST, RANGE
 
-TURNS = ["--turns", "8", "--turn-tokens", "fixed:300", "--tool-tokens", "fixed:600", "--tool-s", "fixed:2.5"]
+TURNS = ["--turns", "8", "--turn-tokens", "300", "--tool-tokens", "600", "--tool-s", "2.5"]
 # Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
 BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h800, h200_sxm", "a100_sxm", "auto")),
@@ -49,7 +49,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("tool_tokens: fixed number is -1", "0 to"),
     ),
     "a negative wait": ([*TURNS[:6], "--tool-s", "fixed:-1"], ("tool_s: fixed number is -1", "0 to 86,400")),
-    "turns and lengths": (TURNS, ("both --turns and --response-lengths", "--turn-tokens has the lengths")),
+    "turns and lengths": (TURNS, ("the turns have lengths of their own", "(--response-lengths, or --turns)")),
     "unknown lengths": (["--response-lengths", "uniform:1,2"], ("'uniform:1,2'", "fixed:TOKENS", ".jsonl")),
     "no trace": (["--response-lengths", "absent.jsonl"], ("absent.jsonl", "there is no")),
     "longer than max_model_len": (["--max-model-len", "40"], ("48 tokens", "max_model_len is 40", "raise")),
@@ -128,6 +128,21 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "few bytes": (["--learning-rate", "1e-6", "--top-k", "1KB"], ("nbytes is 1000", "for this model: more than")),
     "only an optimiser": (["--optimizer", "muon"], ("optimizer is 'muon'", "--learning-rate")),
 }
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (["--turns", "80"], "allowed: at most 40960 (max_position_embeddings); lower --turns, or shorten "),
+        (["--max-model-len", "99"], "max_model_len is 99; lower --turns, or shorten "),
+    ],
+)
+def test_turns_that_are_too_long_name_their_options(
+    fp8plan: Callable[..., Done], changed: list[str], told: str
+) -> None:
+    turns = TURNS if changed[0] != "--turns" else TURNS[2:]
+    done = fp8plan(*PLAN[:4], "--prompts", 2, *turns, *changed)
+    refused(done, told, "--prompt-lengths, --turn-tokens and --tool-tokens")
 
 
 def test_limits_of_turns_are_not_tuned(fp8plan: Callable[..., Done]) -> None:

@@ -148,12 +148,13 @@ def test_rollouts_of_several_turns_are_neither_validated_nor_observed(fp8plan: C
         assert note in done.err
         assert note in observed.err
     Path("tools.jsonl").write_text(json.dumps(RECORD | tools))
-    parts = (
-        "tools.jsonl has no rollout to compare: there are several turns in line 1",
-        "give rollouts of single turns",
-    )
+    parts = ("no rollout can be compared: there are several turns in line 1", "give rollouts of single turns")
     refused(fp8plan("validate", "tools.jsonl"), *parts)
-    refused(fp8plan(*plan, "--observed", "tools.jsonl"), *parts)
+    both = [*plan[:4], "--workload", "tools.jsonl", "--observed", "tools.jsonl", "--json"]
+    observed = fp8plan(*both)
+    assert "note: line 1 is left out, as its responses have several turns" in observed.err
+    assert json.loads(observed.out)["anchor"] is None
+    assert json.loads(observed.out)["workload"]["turns"]["rows"] == 3
 
 
 def test_validate_of_a_run_of_one_rollout_says_what_to_do(fp8plan: Callable[..., Done]) -> None:

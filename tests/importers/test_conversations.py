@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.counter import NO_TOOLS, Counter
+from fp8plan.importers.counter import Counter
 from fp8plan.importers.logged import Request
-from fp8plan.importers.records import UNUSED_TOOLS, import_rollouts
+from fp8plan.importers.notes import NO_TOOLS, UNUSED_TOOLS
+from fp8plan.importers.records import import_rollouts
 
 pytestmark = pytest.mark.trl
 

@@ -64,14 +64,14 @@ def test_seconds_come_from_verls_own_loggers(
     (record,) = found.records
     assert (record["step"], record["seconds"]) == (2, 12.5)
     assert figures(tmp_path / log)[1]["training/rollout_probs_diff_mean"] == 0.25
-    assert not [note for note in found.notes if "tokens a response" in note]
+    assert not [note for note in found.notes if "a response has" in note]
 
 
 @VERL
 def test_another_tokenizers_count_is_told(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"step": 1, "data": {"response_length/mean": 4.0, "timing_s/gen": 1.0}}\n')
     found = import_rollouts("verl", verl_dump(tmp_path), tokenizer=words_model(), log=tmp_path / "log.jsonl")
-    assert "step 1: 2.0 tokens a response by the text, 4.0 in the log (-50.0%)" in found.notes[0]
+    assert "step 1: a response has 2.0 tokens as counted, 4.0 in the log (-50.0%)" in found.notes[0]
     assert "timing_s/gen of 1 of 2 rollouts" in found.notes[1]
 
 
@@ -127,7 +127,7 @@ def test_trls_figures_agree_with_the_completions(trained: Trained) -> None:
     (board,) = {path.parent for path in trained.folder.rglob("*tfevents*")}
     assert figures(board)[1]["train/completions/mean_length"] == pytest.approx(mean, rel=0.02)
     found = import_rollouts("trl", trained.folder, tokenizer=words_model(), log=state)
-    assert not [note for note in found.notes if "tokens a response" in note]
+    assert not [note for note in found.notes if "a response has" in note]
 
 
 def conversation(folder: Path, step: int, content: Any = "w1 w2") -> None:
@@ -239,7 +239,7 @@ def line(folder: Path, text: str = '{"input": "w1", "output": "w2"}') -> Path:
         (None, {"engine": {"precision": "fp9"}}, "unknown precision 'fp9'"),
         (None, {"engine": {"model": "Qwen3-9B"}}, "Qwen3-9B"),
         ("", {}, "3.jsonl holds no whole response; delete it"),
-        ('{"input": "w1"}', {}, 'line 1 of .*3.jsonl has no text "output"'),
+        ('{"input": "w1"}', {}, "line 1 of .*3.jsonl: field .output. is missing"),
         ("{", {}, "line 1 of .*3.jsonl is not JSON"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_last_line_that_is_torn_anywhere_is_left_out_with_a_note(
         assert [record.get("seconds") for record in found.records] == [1.5, None][-len(found.records) :]
         log, dump = found.notes[:2]
         assert log == f"line 3 of {folder / 'log.jsonl'}, the last one, is left out: it breaks off"
-        assert dump.startswith(f"line 2 of {folder / '3.jsonl'}, the last one, is left out: it breaks off; so step 3")
+        assert dump.startswith(f"line 2 of {folder / '3.jsonl'}, the last one, is left out: it breaks off; step 3")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_last_line_that_is_torn_anywhere_is_left_out_with_a_note(
 )
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, junk: bytes) -> None:
     (tmp_path / "3.jsonl").write_bytes(LINES[0] + junk + b"\n" + LINES[1])
-    with pytest.raises(ConfigError, match=r"line 2 of .*3\.jsonl (is not JSON|has no text)"):
+    with pytest.raises(ConfigError, match=r"line 2 of .*3\.jsonl(: output is 1; allowed: text| is not JSON)"):
         import_rollouts("verl", tmp_path, tokenizer=words_model(), last=1)
 
 

@@ -88,26 +88,3 @@ def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, row: Any, told: s
 def test_a_folder_without_trajectories_says_what_a_line_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no file STEP.jsonl; let the trainer write them there: a line .*TOOL"):
         import_rollouts("jsonl", tmp_path)
-
-
-@pytest.mark.verl
-def test_verls_agent_loop_by_its_mask_goes_to_a_workload(tmp_path: Path) -> None:
-    """The response_mask of `AgentLoopOutput`: 1 for generated tokens, 0 for tools and padding."""
-    from trl_runs import model as words_model
-
-    ran = [[[4, 9, 1], [2, 3, 1], [5, 0, 0]], [[7, 0, 0]]]
-    rows = []
-    for turns in ran:
-        mask = [bit for generated, tool, _ in turns for bit in [1] * generated + [0] * tool]
-        rows.append({"input": "w1 w2", "output": "w1 w2 w3", "response_mask": mask + [0] * (40 - len(mask))})
-    found = import_rollouts("verl", written(tmp_path, *rows), tokenizer=words_model())
-    workload, notes = _with_waits(tmp_path, found.records)
-    assert notes == []
-    turns = workload.batch().turns
-    for own, column in zip(turns[:-1], TurnTable.of(ran)[:-1], strict=True):
-        assert own.tolist() == column.tolist()
-
-
-def _with_waits(folder: Path, records: list[dict[str, Any]]) -> tuple[Any, list[str]]:
-    (folder / "run.records").write_bytes(b"".join(map(jsonl.line, records)))
-    return recorded_workload(folder / "run.records", tool_s=1)

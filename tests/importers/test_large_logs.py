@@ -152,5 +152,5 @@ def test_an_import_that_breaks_off_leaves_nothing(
         cli.main()
     out, err = capsys.readouterr()
     assert out == ""
-    assert 'line 2 of dump/3.jsonl has no text "output"' in err
+    assert "line 2 of dump/3.jsonl: field 'output' is missing" in err
     assert [path.name for path in tmp_path.iterdir()] == ["dump"]

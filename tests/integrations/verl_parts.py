@@ -205,7 +205,8 @@ def serving(plan: str | Plan, *overrides: str) -> Iterator[Served]:
         for name in ("CUDA_VISIBLE_DEVICES", "VERL_REPLICA_RANK", "VERL_RAY_JOB_ID"):
             patch.setenv(name, "")  # the server sets them; gone again afterwards
         told = small(*overrides)
-        hand_on(told, (planned(plan) if isinstance(plan, str) else plan).to_json(), 256)
+        made_plan = planned(plan) if isinstance(plan, str) else plan
+        hand_on(told, made_plan.to_json(), told.actor_rollout_ref.rollout.max_model_len)
         with open_dict(told):
             told.actor_rollout_ref.rollout.enable_sleep_mode = False  # of GPUs
         arguments: dict[str, Any] = {"replica_rank": 0, "node_rank": 0, "gpus_per_node": 1, "nnodes": 1}

@@ -138,7 +138,7 @@ def test_a_parquet_trace_holds_both_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("fixed:12", Fixed(12)), ("lognormal:mean=60.5,sigma=0.9,max=200", LogNormal(60.5, 0.9, 200)),
+    [("12", Fixed(12)), ("fixed:12", Fixed(12)), ("lognormal:mean=60.5,sigma=0.9,max=200", LogNormal(60.5, 0.9, 200)),
      ("lognormal:max=200,mean=60.5,sigma=0.9", LogNormal(60.5, 0.9, 200))],
 )  # fmt: skip
 def test_lengths_as_they_are_typed(text: str, expected: Distribution) -> None:

@@ -192,11 +192,13 @@ def test_turns_as_they_are_typed() -> None:
     expected = Turns(8, 300, LogNormal(600, 1, 4000), LogNormal(0.5, 1, 60.5), 9, 0.5)
     assert parse_turns(typed | {"concurrent": 9, "reasoning_share": 0.5}) == expected
     assert parse_turns(typed | {"turns": "lognormal:mean=8,sigma=1,max=50"}).turns == LogNormal(8, 1, 50)
+    assert parse_turns(dict.fromkeys(typed, "8")) == Turns(8, 8, 8, 8)
+    assert parse_turns({"turns": "1", "turn_tokens": "300"}) == Turns(1, 300, 0, 0)
     with pytest.raises(ConfigError, match="turns need --turn-tokens, --tool-s, too; type: --turns 8"):
         parse_turns({"turns": "8", "tool_tokens": "fixed:3"})
-    with pytest.raises(ConfigError, match=r"cannot read the turns '2\.5'; allowed: fixed:TURNS"):
+    with pytest.raises(ConfigError, match=r"cannot read the turns '2\.5'; allowed: TURNS or fixed:TURNS"):
         parse_turns(typed | {"turns": "2.5"})
-    with pytest.raises(ConfigError, match=r"cannot read the seconds '2s'.*allowed: fixed:SECONDS"):
+    with pytest.raises(ConfigError, match=r"cannot read the seconds '2s'.*allowed: SECONDS or fixed:SECONDS"):
         parse_turns(typed | {"tool_s": "2s"})
 
 

@@ -231,15 +231,16 @@ class ModelShape:
                 f"tensor_parallel_size {tensor_parallel_size} does not divide {self.name}: {fault}; allowed: {allowed}"
             )
 
-    def check_max_model_len(self, max_model_len: int, engine_version: str = DEFAULT_VERSION) -> None:
-        """Raise ConfigError if max_model_len is beyond the model's context, as this vLLM does at start-up."""
+    def check_max_model_len(
+        self, max_model_len: int, engine_version: str = DEFAULT_VERSION, shorten: str = "shorten the requests"
+    ) -> None:
+        """Raise ConfigError, with the advice to `shorten`, for a length that this vLLM refuses at start-up."""
         longest, origin = self.context.longest(engine_version)
         if max_model_len > longest:
             raise ConfigError(
-                f"max_model_len {max_model_len} is beyond the context of {self.name}; allowed: at most "
-                f"{longest} ({origin}); give shorter --prompt-lengths and "
-                "--response-lengths (in Python the workload's), a lower --max-model-len if you gave one, or a folder "
-                "whose config.json has the longer context that you trained for"
+                f"max_model_len {max_model_len} is beyond the context of {self.name}; allowed: at most {longest} "
+                f"({origin}); {shorten}, lower --max-model-len if you gave one, or give a folder whose config.json "
+                "has the longer context that you trained for"
             )
 
     def _own_vectors(self, tp: int, vocabulary: int) -> int:

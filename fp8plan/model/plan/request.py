@@ -250,12 +250,13 @@ class PlanRequest:
         Raises ConfigError for limits that hold no request of the workload, or more tokens than the model's context.
         """
         longest = self.workload.longest_prompt + self.workload.longest_response
-        limits = (self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)).holding(longest)
+        limits = self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)
+        limits = limits.holding(longest, self.workload.shorten)
         if self.remedies.router_replay:
             limits = replace(limits, enable_return_routed_experts=True)
         if limits.enable_return_routed_experts:
             self._check_experts()
-        self.shape.check_max_model_len(limits.max_model_len or longest, self.vllm)
+        self.shape.check_max_model_len(limits.max_model_len or longest, self.vllm, self.workload.shorten)
         return limits
 
     def _check_experts(self) -> None:

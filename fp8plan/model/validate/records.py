@@ -220,7 +220,7 @@ def read_records(path: str | Path, include_first: bool = False) -> list[Record]:
 
     Raises ConfigError naming the line and the field that cannot be used.
     """
-    return read_run(path, include_first).records
+    return read_run(path, include_first).compared()
 
 
 class Run(NamedTuple):
@@ -238,6 +238,15 @@ class Run(NamedTuple):
     torn: str | None
     first: list[tuple[int, Any]]
     with_turns: list[tuple[int, Any]]
+
+    def compared(self) -> list[Record]:
+        """The rollouts. Raises ConfigError if there are none, as all have several turns."""
+        if not self.records:
+            raise ConfigError(
+                f"no rollout can be compared: there are several turns in {_steps(self.with_turns)}, and {OF_TOOLS}; "
+                "give rollouts of single turns"
+            )
+        return self.records
 
     @property
     def notes(self) -> list[str]:
@@ -270,7 +279,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
     field `first_rollout`, or is found by `_begins` in a Monitor's records. Records that were measured one by one are
     warm. Rollouts of several turns are left out, as predictions have no waits for tools.
 
-    Raises ConfigError naming the line and the field that cannot be used, and for a run of only such rollouts.
+    Raises ConfigError naming the line and the field that cannot be used, and for a run of only first rollouts.
     """
     file = Path(path)
     records, without_rollout, torn = list[Record](), 0, None
@@ -296,11 +305,8 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             with_turns.append((number, fields.get("step")))
         else:
             records.append(record)
-    if with_turns and not records:
-        raise ConfigError(
-            f"{file} has no rollout to compare: there are several turns in {_steps(with_turns)}, and {OF_TOOLS}; give "
-            "rollouts of single turns"
-        )
+    if with_turns:
+        return Run(records, without_rollout, torn, first, with_turns)
     if first and not records:
         raise ConfigError(
             f"{file} has only {_steps(first)}, the first of an engine: {WARMING}; let the run go on, or give "
