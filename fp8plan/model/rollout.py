@@ -69,7 +69,8 @@ class Rollout:
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
     turns:               of trajectories with several turns: "hit_share", the share of the tokens of admitted requests
                          that the prefix cache has, also when they resume after a preemption; "again_tokens" of earlier
-                         turns, which it has not; "tool_share" of the makespan, in which the slowest replica is idle
+                         turns, which it has not; "tool_share" of the makespan, in which the slowest replica is idle; of
+                         a plan's choice also "saves" and "limit", as in fp8plan.model.plan.turn_limits
     """
 
     makespan_s: float
@@ -90,7 +91,7 @@ class Rollout:
     sampling_sd: float = 0.0
     cut: tuple[int, bool] = (1, False)
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
-    turns: dict[str, float] | None = None
+    turns: dict[str, Any] | None = None
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -98,12 +99,13 @@ class Rollout:
 
 
 class Simulated(NamedTuple):
-    """A simulated rollout of one batch, with its models and schedules (one per replica)."""
+    """A simulated rollout of one batch, with its models and schedules (one per replica). clock: with turns alone"""
 
     model: StepModel
     memory: MemoryPlan
     schedules: list[Schedule]
     rollout: Rollout
+    clock: Clock | None
 
     @property
     def extrapolated(self) -> bool:
@@ -133,11 +135,12 @@ def simulate(
     memory = memory or setup.memory(batch.longest)
     model = setup.step_model(profile, experts_hit, memory)
     batches = batch.split(setup.limits.data_parallel_size)
-    if batch.turns is None:
+    clock = None if batch.turns is None else Clock.of(model, windows_of(memory.kv.specs))
+    if clock is None:
         planned = schedules(batches, memory.kv, setup.limits, known)
     else:
-        planned = schedules_of_turns(batches, memory.kv, model)
-    return Simulated(model, memory, planned, rollout(planned, model))
+        planned = [schedule_with(part, memory.kv, setup.limits, clock) for part in batches]
+    return Simulated(model, memory, planned, rollout(planned, model), clock)
 
 
 def schedules(
@@ -159,18 +162,10 @@ def schedules(
     ]
 
 
-def schedules_of_turns(
-    batches: Sequence[Batch], kv: KvPlan, model: StepModel, longest_run: int = 2**62
-) -> list[Schedule]:
-    """The schedule of each replica's trajectories. The model's steps decide what arrives when."""
-    clock = Clock.of(model, windows_of(kv.specs))
-    return [schedule_with(batch, kv, model.limits, longest_run, clock) for batch in batches]
-
-
 def schedule_with(
-    batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62, clock: Clock | None = None
+    batch: Batch, kv: KvPlan, limits: EngineLimits, clock: Clock | None = None, longest_run: int = 2**62
 ) -> Schedule:
-    """The schedule of a batch on an engine with this KV cache. longest_run, clock: as in `schedule`"""
+    """The schedule of a batch on an engine with this KV cache. clock, longest_run: as in `schedule`"""
     return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
 
 
