@@ -88,11 +88,22 @@ class TurnTable(NamedTuple):
 
         With drops an earlier turn may be longer than the last one.
         """
-        kept = self.generated + self.tool - self.dropped
-        before = np.cumsum(kept) - kept
-        of_trajectory = np.repeat(before[self.first[:-1]], np.diff(self.first))
-        added: IntArray = np.maximum.reduceat(before - of_trajectory + self.generated, self.first[:-1])
+        added: IntArray = np.maximum.reduceat(self._before() + self.generated, self.first[:-1])
         return added
+
+    def stopped_at(self, tokens: int) -> TurnTable:
+        """The turns of trajectories that stop at so many tokens after their prompts, those of tools among them.
+
+        Each generates at least one token.
+        """
+        before = self._before()
+        begun = before < tokens
+        begun[self.first[:-1]] = True
+        counts = np.add.reduceat(begun, self.first[:-1], dtype=np.int64)
+        generated = np.minimum(self.generated, np.maximum(tokens - before, 1))
+        columns: dict[str, Any] = {name: column[begun] for name, column in self._columns()}
+        columns |= {"first": np.append(0, np.cumsum(counts)), "generated": generated[begun]}
+        return self._replace(**columns).ended()
 
     def take(self, rows: Any) -> TurnTable:
         """The turns of some trajectories, in their order. rows: an index of numpy's"""
@@ -143,6 +154,13 @@ class TurnTable(NamedTuple):
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(column)])
         sums: IntArray = np.diff(before[self.first])
         return sums
+
+    def _before(self) -> IntArray:
+        """Tokens after the trajectory's prompt when each turn begins, int64 of shape (turns,)."""
+        kept = self.generated + self.tool - self.dropped
+        every = np.cumsum(kept) - kept
+        before: IntArray = every - np.repeat(every[self.first[:-1]], np.diff(self.first))
+        return before
 
     def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """The columns of shape (turns,) by name."""

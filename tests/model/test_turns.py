@@ -77,3 +77,14 @@ def test_a_batch_splits_with_its_turns() -> None:
     assert second.turns.generated.tolist() == [3, 1, 2, 9]
     assert (second.prompts.tolist(), second.prompt_ids.tolist()) == ([100, 90], [0, 1])
     assert Batch(*batch[:3]).take([0]).turns is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "added"),
+    [(1, [1, 1, 1]), (5, [5, 3, 1]), (6, [5, 3, 6]), (25, [5, 3, 16]), (26, [26, 3, 16]), (100, [32, 3, 16])],
+)
+def test_trajectories_stop_at_a_number_of_tokens(tokens: int, added: list[int]) -> None:
+    """One that stops within a tool's tokens ends with the turn before."""
+    stopped = TURNS.stopped_at(tokens)
+    stopped.check(stopped.responses)
+    assert stopped.added.tolist() == added

@@ -11,12 +11,12 @@ from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import seconds
 from fp8plan.model.plan.explain import COMPONENTS
 from fp8plan.model.plan.planner import Prediction
+from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.syncs import sync_in_the_step
 from fp8plan.model.precision import BF16
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rollout import TAIL_SHARE, least_seconds, simulate, step_batch
 from fp8plan.model.tune.levers import levers
-from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned, in_words
 
 MUCH: Final = 0.25  # share of the time from which waiting for the host counts as the limit
@@ -145,7 +145,7 @@ class Answer:
     @classmethod
     def of(cls, tuned: Tuned) -> Answer:
         """Simulate every lever on top of a tuned plan."""
-        scene = Scene.of(tuned)
+        scene = tuned.scene()
         every = levers(tuned, scene)
         working = [lever for lever in every if lever.remedy or abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)

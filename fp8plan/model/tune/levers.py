@@ -20,17 +20,17 @@ from fp8plan.model.cost.base import IntArray
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, power, speed_up
+from fp8plan.model.plan.scene import NOTHING, UNKNOWN, Lever, Scene
+from fp8plan.model.plan.turn_levers import cap
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.remedies import remedy_levers
-from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.tune.search import Tuned, in_words
-from fp8plan.model.tune.speculation import speculated
+from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.tune.weight_sync import sync_levers
 from fp8plan.model.workload import Batch
 
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
-CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 VERL: Final = "actor_rollout_ref.rollout"
 IN_FLIGHT: Final = (0.1, 0.25, 0.5, 1.0, 2.0)  # the same shares, of asynchronous training
 # Steps 2 to 8 and the first one of separate_async in benchmarks/results/verl_h100.jsonl.
@@ -40,7 +40,13 @@ LAGGING: Final = "unknown; a run of verl one version behind: KL k3 9.8e-3 to 1.8
 def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     """Every lever that is modelled, and the plan's own changes; those that save most come first."""
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
-    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene), *_speculative(scene), *sync_levers(scene)]
+    every += [
+        *cap(scene),
+        *_samples(scene),
+        *_more_gpus(scene),
+        *_speculative(scene, tuned.request.speculation),
+        *sync_levers(scene),
+    ]
     every += remedy_levers(scene)
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
@@ -259,21 +265,6 @@ def _dealt(pieces: Sequence[IntArray], replicas: int) -> IntArray:
     return np.concatenate([rows for replica in range(replicas) for rows in pieces[replica::replicas]])
 
 
-def _cap(scene: Scene) -> Iterator[Lever]:
-    batch = scene.request.batch
-    cap = int(np.quantile(batch.responses, CAP))
-    cut = batch.responses > cap
-    if not cut.any():
-        return
-    shorter = batch._replace(responses=np.minimum(batch.responses, cap))
-    lost = 1 - shorter.responses.sum() / batch.responses.sum()
-    price = f"{cut.mean():.0%} of the responses have no end, {lost:.0%} of the tokens are lost"
-    settings = {"vllm": "max_tokens", "verl": "data.max_response_length", "trl": "max_completion_length"}
-    words = {program: f"{word}={cap}" for program, word in settings.items()}
-    after = scene.run(shorter)
-    yield scene.lever(f"cap at {cap:,} tokens", f"the {CAP:.0%} quantile of the lengths", words, after, price)
-
-
 def _samples(scene: Scene) -> Iterator[Lever]:
     """Half and twice as many samples of each prompt, with the same responses."""
     batch = scene.request.batch
@@ -308,9 +299,9 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
     yield scene.lever(f"{gpus} GPUs", setting, words, rollout, price)
 
 
-def _speculative(scene: Scene) -> Iterator[Lever]:
+def _speculative(scene: Scene, drafts: Speculation | None) -> Iterator[Lever]:
     """Drafts that the model verifies. Rejection sampling keeps its distribution, and log-probs are its own."""
-    drafts, setup = scene.request.speculation, scene.choice.setup
+    setup = scene.choice.setup
     if drafts is None:
         return
     try:

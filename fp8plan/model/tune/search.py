@@ -22,6 +22,7 @@ from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import of_fields
+from fp8plan.model.plan.scene import Scene
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import makespans, schedules
@@ -137,6 +138,10 @@ class Tuned:
         if before.step_s is not None and after.step_s is not None:
             steps_s = before.step_s, after.step_s
         return speed_up(before.timed, after.timed, self.best.profile, steps_s)
+
+    def scene(self) -> Scene:
+        """The best plan's choice, simulated."""
+        return Scene.of(self.best.chosen, self.best.request, self.best.profile)
 
     @property
     def prediction(self) -> Prediction:

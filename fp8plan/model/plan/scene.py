@@ -1,4 +1,4 @@
-"""A lever of a tuned plan, and the scene that all levers share: the plan's choice, simulated."""
+"""A lever of a plan, and the scene that all levers share: the plan's choice, simulated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import SpeedUp, speed_up
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.turn_limits import again
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import Rollout, Simulated, simulate
-from fp8plan.model.tune.request import TuneRequest
-from fp8plan.model.tune.search import Tuned
+from fp8plan.model.rollout import Rollout, Simulated, makespans, rollout, simulate
 from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
@@ -98,16 +98,15 @@ class Scene:
     """The choice of a plan, simulated, and what all levers share."""
 
     choice: Candidate
-    request: TuneRequest
+    request: PlanRequest
     profile: Profile
     base: Simulated
 
     @classmethod
-    def of(cls, tuned: Tuned) -> Scene:
-        """The scene of a tuned plan's choice."""
-        choice, profile = tuned.best.chosen, tuned.best.profile
-        base = simulate(choice.setup, tuned.request.batch, profile, memory=choice.memory)
-        return cls(choice, tuned.request, profile, base)
+    def of(cls, choice: Candidate, request: PlanRequest, profile: Profile) -> Scene:
+        """The scene of a candidate that can run."""
+        base = simulate(choice.setup, request.batch, profile, memory=choice.memory)
+        return cls(choice, request, profile, base)
 
     @property
     def before(self) -> Rollout:
@@ -127,8 +126,20 @@ class Scene:
 
     def run(self, batch: Batch, **limits: Any) -> Rollout:
         """The rollout of a batch on the engine of the choice, or on one with other limits."""
+        if self.base.clock is not None and not limits:
+            return rollout(again(self.base, batch), self.base.model)
         setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
         return simulate(setup, batch, self.profile).rollout
+
+    def kept_gain(self, tokens: int) -> float:
+        """The ratio of two makespans of turns: with a KV cache of so many tokens, and with the choice's own.
+
+        That much of its speed-up is by what a larger cache keeps: prefixes, and requests that are not preempted.
+        """
+        memory = self.base.memory
+        blocks = 1 + round(memory.usable_blocks * tokens / memory.kv_cache_tokens)
+        smaller = again(self.base, self.request.batch, blocks)
+        return makespans([smaller], self.base.model)[0] / self.before.makespan_s
 
     def lever(
         self, name: str, setting: str, words: Mapping[str, str], after: Rollout, price: str, **others: Any
