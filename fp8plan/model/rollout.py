@@ -136,21 +136,25 @@ def simulate(
     model = setup.step_model(profile, experts_hit, memory)
     batches = batch.split(setup.limits.data_parallel_size)
     clock = None if batch.turns is None else Clock.of(model, windows_of(memory.kv.specs))
-    if clock is None:
-        planned = schedules(batches, memory.kv, setup.limits, known)
-    else:
-        planned = [schedule_with(part, memory.kv, setup.limits, clock) for part in batches]
+    planned = schedules(batches, memory.kv, setup.limits, known, clock)
     return Simulated(model, memory, planned, rollout(planned, model), clock)
 
 
 def schedules(
-    batches: Sequence[Batch], kv: KvPlan, limits: EngineLimits, known: Sequence[Schedule] | None = None
+    batches: Sequence[Batch],
+    kv: KvPlan,
+    limits: EngineLimits,
+    known: Sequence[Schedule] | None = None,
+    clock: Clock | None = None,
 ) -> list[Schedule]:
     """The schedule of each replica's batch; for a large one from a sample (`schedules_of`).
 
     kv:    the KV cache of one replica
     known: the same batches' schedules with another KV cache, reused where they hold for this one
+    clock: of batches of turns, which are simulated whole; None: of others
     """
+    if clock is not None:
+        return [schedule_with(batch, kv, limits, clock) for batch in batches]
     reusable = [plan.holds_for(kv.usable_blocks, kv.specs) for plan in known or ()]
     if known and all(reusable):
         return list(known)

@@ -112,6 +112,11 @@ class TurnTable(NamedTuple):
         turns = np.repeat(starts - first[:-1], counts) + np.arange(first[-1])
         return self._replace(first=first, **{name: column[turns] for name, column in self._columns()})
 
+    def beside(self, other: TurnTable) -> TurnTable:
+        """The trajectories of both tables, with as many at once as in this one."""
+        joined: dict[str, Any] = {name: np.append(column, getattr(other, name)) for name, column in self._columns()}
+        return self._replace(first=np.append(self.first, self.first[-1] + other.first[1:]), **joined)
+
     def check(self, responses: IntArray) -> None:
         """Raise ConfigError unless this is a table of turns that generate so many tokens.
 

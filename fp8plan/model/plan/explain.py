@@ -134,8 +134,7 @@ def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
         costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
     if not costs:
         return ()
-    way = "fp8plan tune searches them" if rollout.turns is None else "Try --concurrent N and --max-num-seqs N"
-    return (f"Other limits may be faster: {', and '.join(costs)}. {way}.",)
+    return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",)
 
 
 def explain(

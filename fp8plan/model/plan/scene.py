@@ -41,6 +41,7 @@ class Lever:
     in_plan:  the plan has it: the gain is that over the plan without it
     step:     the seconds are those of the RL step, not of the rollout
     remedy:   it lowers the mismatch, whatever its time
+    of_turns: the rollout has turns, and none such was measured
     before_s, after_s: without and with it
     gain:     ratio of the two, with its 90% interval
     price:    what it costs besides time
@@ -58,11 +59,12 @@ class Lever:
     in_plan: bool = False
     step: bool = False
     remedy: bool = False
+    of_turns: bool = False
 
     @property
     def measured(self) -> bool:
         """True if rollouts with and without such a lever were timed beside their predictions."""
-        return self.name.startswith(MEASURED)
+        return self.name.startswith(MEASURED) and not self.of_turns
 
     @property
     def saved_s(self) -> tuple[float, float, float]:
@@ -130,6 +132,13 @@ class Scene:
             return rollout(again(self.base, batch), self.base.model)
         setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
         return simulate(setup, batch, self.profile).rollout
+
+    def under(self, changes: Mapping[str, Any]) -> Rollout:
+        """The rollout with other limits. A change of "concurrent" is one of the trajectories at once."""
+        limits, batch = dict(changes), self.request.batch
+        if "concurrent" in limits:
+            batch = batch.at_most(limits.pop("concurrent"))
+        return self.run(batch, **limits)
 
     def kept_gain(self, tokens: int) -> float:
         """The ratio of two makespans of turns: with a KV cache of so many tokens, and with the choice's own.

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from fp8plan.model.rollout import Rollout, Simulated, makespans, schedule_with
+from fp8plan.model.rollout import Rollout, Simulated, makespans, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.workload import Batch
 
@@ -26,7 +26,7 @@ def again(timed: Simulated, batch: Batch, blocks: int | None = None) -> list[Sch
     """
     kv = timed.memory.kv if blocks is None else replace(timed.memory.kv, num_blocks=blocks)
     limits = timed.model.limits
-    return [schedule_with(part, kv, limits, timed.clock) for part in batch.split(limits.data_parallel_size)]
+    return schedules(batch.split(limits.data_parallel_size), kv, limits, clock=timed.clock)
 
 
 def with_limit(timed: Simulated, batch: Batch) -> Rollout:

@@ -22,7 +22,8 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
     """
     picked, scene = answer.picked, Scene.of(candidate, request, answer.profile)
     own = picked.turns or {}
-    sentences = [_limit(own), f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of admitted requests."]
+    hits = f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of admitted requests."
+    sentences = [turn_limit(own), hits]
     baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
     of_bf16 = 0 if baseline is None or baseline.turns is None else baseline.turns["again_tokens"]
     if own["again_tokens"] or of_bf16:
@@ -47,7 +48,7 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
     return [*sentences, *levers, "No rollout of turns was measured on a GPU. These are predictions."]
 
 
-def _limit(turns: Mapping[str, Any]) -> str:
+def turn_limit(turns: Mapping[str, Any]) -> str:
     """The sentence on what limits a rollout. turns: of a Choice"""
     subject = LIMITS.get(turns["limit"], "Compute limits")
     tools, cache, tail = (f"{turns['saves'][name]:.0%}" for name in ("tools", "cache", "tail"))

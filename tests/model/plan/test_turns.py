@@ -19,7 +19,6 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import makespans, rollout, schedule_with, simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.trajectories import Turns
-from fp8plan.model.tune.search import tune
 from fp8plan.model.workload import Workload
 
 DENSE, GPU = "Qwen/Qwen3-8B", "h200_sxm"
@@ -159,8 +158,6 @@ def test_what_is_not_simulated_is_refused() -> None:
     dropped = Workload(4, 2, 800, turns=Turns(6, 300, 200, 1.0, reasoning_share=0.5))
     with pytest.raises(ConfigError, match="allowed: reasoning_share = 0"):
         plan(DENSE, GPU, dropped)
-    with pytest.raises(ConfigError, match="whose limits are not tuned yet; plan them"):
-        tune(DENSE, GPU, WORK)
 
 
 def test_a_batch_of_turns_counts_tool_tokens_in_its_lengths() -> None:
