@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.turn_limits import again
 from fp8plan.model.rollout import Rollout, makespans
@@ -33,7 +34,8 @@ def _at_once(scene: Scene) -> Iterator[Lever]:
         after = scene.run(batch.at_most(number))
         option = f"--concurrent {number}"
         setting = f"{option} instead of {batch.at_once:,}"
-        yield scene.lever(f"{number:,} trajectories at once", setting, {"fp8plan": option}, after, _hits(scene, after))
+        words = {"fp8plan": option, **concurrent_words(number, scene.request.workload.samples_per_prompt)}
+        yield scene.lever(f"{number:,} trajectories at once", setting, words, after, _hits(scene, after))
 
 
 def _climbed(scene: Scene, factor: float) -> int:

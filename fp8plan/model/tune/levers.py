@@ -17,6 +17,7 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, power, speed_up
@@ -58,7 +59,9 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             without = scene.under({name: old})
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
-        words = {"vllm": _flag(name, new)} if name != CONCURRENT else {"fp8plan": _flag(name, new)}
+        words = {"vllm": _flag(name, new)}
+        if name == CONCURRENT:
+            words = {"fp8plan": _flag(name, new), **concurrent_words(new, scene.request.workload.samples_per_prompt)}
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
         gain = speed_up(without, scene.before, scene.profile)

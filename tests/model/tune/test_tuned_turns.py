@@ -93,7 +93,9 @@ def test_a_change_of_the_trajectories_at_once_is_a_lever_of_the_plan(tuned: Tune
     lever = found[f"concurrent {number}"]
     assert lever.in_plan
     assert lever.before_s == pytest.approx(predicted(tuned.best.plan.limits, None).chosen.timed.makespan_s)
-    assert lever.words == {"fp8plan": f"--concurrent {number}"}
+    assert lever.words["fp8plan"] == f"--concurrent {number}"
+    assert lever.words["prime-rl"] == f"orchestrator.max_inflight_rollouts={number}"
+    assert "vllm" not in lever.words
 
 
 def test_levers_of_turns_are_plans_of_turns(found: dict[str, Lever], tuned: Tuned) -> None:
