@@ -16,6 +16,7 @@ from fp8plan.model.rollout import Rollout, Simulated, makespans, rollout, simula
 from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
+CONCURRENT: Final = "concurrent"  # field of Turns: the trajectories at once
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
 # Beginnings of names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md
 # and docs/evidence/levers.md.
@@ -134,10 +135,10 @@ class Scene:
         return simulate(setup, batch, self.profile).rollout
 
     def under(self, changes: Mapping[str, Any]) -> Rollout:
-        """The rollout with other limits. A change of "concurrent" is one of the trajectories at once."""
+        """The rollout with other limits. A change of CONCURRENT is one of the trajectories at once."""
         limits, batch = dict(changes), self.request.batch
-        if "concurrent" in limits:
-            batch = batch.at_most(limits.pop("concurrent"))
+        if CONCURRENT in limits:
+            batch = batch.at_most(limits.pop(CONCURRENT))
         return self.run(batch, **limits)
 
     def kept_gain(self, tokens: int) -> float:

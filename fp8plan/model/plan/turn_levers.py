@@ -83,10 +83,8 @@ def _caching(scene: Scene) -> Iterator[Lever]:
 
 def _hits(scene: Scene, after: Rollout) -> str:
     """The words for the prefixes that a lever keeps or loses."""
-    assert after.turns is not None
-    assert scene.before.turns is not None
-    own, other = (f"{rollout.turns['hit_share']:.0%}" for rollout in (scene.before, after) if rollout.turns)
-    return f"prefix hits {other} instead of {own}"
+    shares = [f"{rollout.turns['hit_share']:.0%}" for rollout in (after, scene.before) if rollout.turns]
+    return f"prefix hits {' instead of '.join(shares)}"
 
 
 def cap(scene: Scene) -> Iterator[Lever]:

@@ -12,7 +12,7 @@ from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.turn_levers import turn_levers
 
 LIMITS: Final = {"tools": "The tools limit", "cache": "The KV cache limits", "tail": "The tail limits"}
-WORTH: Final = 1.005  # a gain by the cache alone that has a sentence
+WORTH: Final = 1.005  # smaller gains count as none
 
 
 def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -> list[str]:
@@ -67,16 +67,19 @@ def _kv_cache(answer: Answer) -> list[str]:
             continue
         in_plan = picked.preset.kv == "fp8"
         with_it, without = (picked, other) if in_plan else (other, picked)
-        saved_s = (without.makespan_s or 0.0) - (with_it.makespan_s or 0.0)
+        saves = _saves(without.makespan_s or 0.0, with_it.makespan_s or 0.0)
         where = f"the plan has it, {other.precision} has not" if in_plan else other.precision
-        return [f"Lever: FP8 KV cache ({where}): {_saves(saved_s)}; risk {with_it.risk}."]
+        return [f"Lever: FP8 KV cache ({where}): {saves}; risk {with_it.risk}."]
     return []
 
 
 def _priced(lever: Lever) -> str:
     """The sentence on a lever."""
-    return f"Lever: {lever.name} ({lever.setting}): {_saves(lever.saved_s[0])}; {lever.price}."
+    return f"Lever: {lever.name} ({lever.setting}): {_saves(lever.before_s, lever.after_s)}; {lever.price}."
 
 
-def _saves(saved_s: float) -> str:
-    return f"{'saves' if saved_s >= 0 else 'loses'} {seconds(abs(saved_s))} s"
+def _saves(before_s: float, after_s: float) -> str:
+    """The words for the seconds that a lever saves or loses."""
+    if max(before_s, after_s) < WORTH * min(before_s, after_s):
+        return "changes nothing"
+    return f"saves {seconds(before_s - after_s)} s" if after_s < before_s else f"loses {seconds(after_s - before_s)} s"

@@ -21,13 +21,12 @@ from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, power, speed_up
-from fp8plan.model.plan.scene import NOTHING, UNKNOWN, Lever, Scene
+from fp8plan.model.plan.scene import CONCURRENT, NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.plan.turn_levers import cap, turn_levers
 from fp8plan.model.plan.turn_sentences import WORTH
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.remedies import remedy_levers
-from fp8plan.model.tune.request import CONCURRENT
 from fp8plan.model.tune.search import Tuned, in_words
 from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.tune.weight_sync import sync_levers

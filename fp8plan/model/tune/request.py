@@ -8,9 +8,9 @@ from typing import Annotated, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.scene import CONCURRENT
 from fp8plan.model.tune.speculation import DRAFT_OPTIONS, Speculation
 
-CONCURRENT: Final = "concurrent"  # field of Turns: trajectories at once
 SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
 
 

@@ -24,12 +24,12 @@ from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import of_fields
-from fp8plan.model.plan.scene import Scene
+from fp8plan.model.plan.scene import CONCURRENT, Scene
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import makespans, schedules
 from fp8plan.model.schedule.scheduler import Schedule
-from fp8plan.model.tune.request import CONCURRENT, SEARCHED, TuneRequest
+from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.workers import mapper
 
 LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
@@ -66,7 +66,7 @@ class Grid:
     whole_graphs:           False: CUDA graphs as vLLM captures them; True: for as many requests as may run
     max_num_batched_tokens: tried at the best of these
     prefix_caching:         likewise
-    concurrent:             with turns, powers of two from LEAST_AT_ONCE on, and all
+    concurrent:             with turns, powers of two from LEAST_AT_ONCE on, and all; all for verl and TRL
     """
 
     max_num_seqs: tuple[int, ...]
@@ -105,7 +105,8 @@ class Grid:
         if _left_out(callers, "max_num_seqs"):  # each candidate may lower it to its KV blocks
             seqs = tuple(map(Lowerable, seqs))
         at_once, numbers = Point.of(base).concurrent, list[int]()
-        if at_once is None and CONCURRENT not in keep and base.request.batch.turns is not None:
+        bounded = base.request.target == "vllm"  # verl and TRL have no setting for it (emit/concurrent.py)
+        if at_once is None and bounded and CONCURRENT not in keep and base.request.batch.turns is not None:
             numbers = [2**k for k in range(LEAST_AT_ONCE.bit_length() - 1, requests.bit_length()) if 2**k < requests]
         return cls(seqs, whole_graphs, budgets, caches, (*numbers, at_once))
 

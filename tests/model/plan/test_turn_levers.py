@@ -16,6 +16,7 @@ from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.turn_levers import turn_levers
+from fp8plan.model.plan.turn_sentences import _saves
 from fp8plan.model.rollout import simulate
 from fp8plan.model.trajectories import Turns
 from fp8plan.model.workload import Workload
@@ -118,6 +119,14 @@ def test_the_gain_of_a_larger_cache_is_named_apart_from_that_of_faster_steps() -
     gain = makespan(bf16) / makespan(own)
     words = f"Of the {gain:.2f}x over bf16, {kept:.2f}x is by the prefixes and requests that a larger KV cache keeps"
     assert any(f"{words}, and {gain / kept:.2f}x by faster steps" in reason for reason in both.plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("after_s", "words"),
+    [(99.7, "changes nothing"), (100.3, "changes nothing"), (98.0, "saves 2 s"), (130, "loses 30 s")],
+)
+def test_a_lever_that_changes_less_than_half_a_percent_changes_nothing(after_s: float, words: str) -> None:
+    assert _saves(100.0, after_s) == words
 
 
 def test_an_ample_cache_gains_nothing_by_kept_prefixes() -> None:

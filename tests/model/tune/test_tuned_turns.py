@@ -88,6 +88,12 @@ def test_a_number_that_is_given_or_kept_stays() -> None:
     assert given.best.request.batch.at_once == 48
 
 
+@pytest.mark.parametrize("target", ["verl", "trl"])
+def test_a_trainer_that_cannot_bound_the_trajectories_at_once_gets_all(target: str) -> None:
+    base = predict(replace(asked(), target=target))
+    assert Grid.around(base, STARVED, ()).concurrent == (None,)
+
+
 def test_a_change_of_the_trajectories_at_once_is_a_lever_of_the_plan(tuned: Tuned, found: dict[str, Lever]) -> None:
     _, number = tuned.changes["concurrent"]
     lever = found[f"concurrent {number}"]
