@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 def _options() -> Options:
     from fp8plan.cli.request import PlanOutputs
+    from fp8plan.model.plan.scene import CONCURRENT
     from fp8plan.model.tune.request import SEARCHED, TuneRequest
 
-    return Options((TuneRequest, PlanOutputs), defaults=dict.fromkeys(SEARCHED, "searched"))
+    return Options((TuneRequest, PlanOutputs), defaults=dict.fromkeys((*SEARCHED, CONCURRENT), "searched"))
 
 
 @app.command("tune", cls=PlanCommand)

@@ -69,7 +69,8 @@ class Rollout:
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
     turns:               of trajectories with several turns: "hit_share", the share of prompt tokens that the prefix
                          cache has when a turn is first admitted, as in vLLM's metrics; "again_tokens" of earlier turns,
-                         which it has not; "tool_share" of the makespan, in which the slowest replica is idle
+                         which it has not; "tool_share" of the makespan, in which the slowest replica is idle; of a
+                         plan's choice also "saves" and "limit", as in fp8plan.model.plan.turn_limits
     """
 
     makespan_s: float
@@ -90,7 +91,7 @@ class Rollout:
     sampling_sd: float = 0.0
     cut: tuple[int, bool] = (1, False)
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
-    turns: dict[str, float] | None = None
+    turns: dict[str, Any] | None = None
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -98,12 +99,13 @@ class Rollout:
 
 
 class Simulated(NamedTuple):
-    """A simulated rollout of one batch, with its models and schedules (one per replica)."""
+    """A simulated rollout of one batch, with its models and schedules (one per replica). clock: with turns alone"""
 
     model: StepModel
     memory: MemoryPlan
     schedules: list[Schedule]
     rollout: Rollout
+    clock: Clock | None
 
     @property
     def extrapolated(self) -> bool:
@@ -133,21 +135,26 @@ def simulate(
     memory = memory or setup.memory(batch.longest)
     model = setup.step_model(profile, experts_hit, memory)
     batches = batch.split(setup.limits.data_parallel_size)
-    if batch.turns is None:
-        planned = schedules(batches, memory.kv, setup.limits, known)
-    else:
-        planned = schedules_of_turns(batches, memory.kv, model)
-    return Simulated(model, memory, planned, rollout(planned, model))
+    clock = None if batch.turns is None else Clock.of(model, windows_of(memory.kv.specs))
+    planned = schedules(batches, memory.kv, setup.limits, known, clock)
+    return Simulated(model, memory, planned, rollout(planned, model), clock)
 
 
 def schedules(
-    batches: Sequence[Batch], kv: KvPlan, limits: EngineLimits, known: Sequence[Schedule] | None = None
+    batches: Sequence[Batch],
+    kv: KvPlan,
+    limits: EngineLimits,
+    known: Sequence[Schedule] | None = None,
+    clock: Clock | None = None,
 ) -> list[Schedule]:
     """The schedule of each replica's batch; for a large one from a sample (`schedules_of`).
 
     kv:    the KV cache of one replica
     known: the same batches' schedules with another KV cache, reused where they hold for this one
+    clock: of batches of turns, which are simulated whole; None: of others
     """
+    if clock is not None:
+        return [schedule_with(batch, kv, limits, clock) for batch in batches]
     reusable = [plan.holds_for(kv.usable_blocks, kv.specs) for plan in known or ()]
     if known and all(reusable):
         return list(known)
@@ -159,18 +166,10 @@ def schedules(
     ]
 
 
-def schedules_of_turns(
-    batches: Sequence[Batch], kv: KvPlan, model: StepModel, longest_run: int = 2**62
-) -> list[Schedule]:
-    """The schedule of each replica's trajectories. The model's steps decide what arrives when."""
-    clock = Clock.of(model, windows_of(kv.specs))
-    return [schedule_with(batch, kv, model.limits, longest_run, clock) for batch in batches]
-
-
 def schedule_with(
-    batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62, clock: Clock | None = None
+    batch: Batch, kv: KvPlan, limits: EngineLimits, clock: Clock | None = None, longest_run: int = 2**62
 ) -> Schedule:
-    """The schedule of a batch on an engine with this KV cache. longest_run, clock: as in `schedule`"""
+    """The schedule of a batch on an engine with this KV cache. clock, longest_run: as in `schedule`"""
     return schedule(batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.cache_rules, clock)
 
 

@@ -90,11 +90,24 @@ class TurnTable(NamedTuple):
 
         With drops an earlier turn may be longer than the last one.
         """
-        kept = self.generated + self.tool - self.dropped
-        before = np.cumsum(kept) - kept
-        of_trajectory = np.repeat(before[self.first[:-1]], np.diff(self.first))
-        added: IntArray = np.maximum.reduceat(before - of_trajectory + self.generated, self.first[:-1])
+        added: IntArray = np.maximum.reduceat(self._before() + self.generated, self.first[:-1])
         return added
+
+    def stopped_at(self, tokens: int) -> TurnTable:
+        """The turns of trajectories that stop at so many tokens after their prompts, those of tools among them.
+
+        Each generates at least one token.
+        """
+        before = self._before()
+        reached = before + self.generated >= tokens
+        earlier: IntArray = np.cumsum(reached) - reached
+        begun = (before < tokens) & (earlier == np.repeat(earlier[self.first[:-1]], np.diff(self.first)))
+        begun[self.first[:-1]] = True
+        counts = np.add.reduceat(begun, self.first[:-1], dtype=np.int64)
+        generated = np.minimum(self.generated, np.maximum(tokens - before, 1))
+        columns: dict[str, Any] = {name: column[begun] for name, column in self._columns()}
+        columns |= {"first": np.append(0, np.cumsum(counts)), "generated": generated[begun]}
+        return self._replace(**columns).ended()
 
     def take(self, rows: Any) -> TurnTable:
         """The turns of some trajectories, in their order. rows: an index of numpy's"""
@@ -102,6 +115,11 @@ class TurnTable(NamedTuple):
         first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         turns = np.repeat(starts - first[:-1], counts) + np.arange(first[-1])
         return self._replace(first=first, **{name: column[turns] for name, column in self._columns()})
+
+    def beside(self, other: TurnTable) -> TurnTable:
+        """The trajectories of both tables, with as many at once as in this one."""
+        joined: dict[str, Any] = {name: np.append(column, getattr(other, name)) for name, column in self._columns()}
+        return self._replace(first=np.append(self.first, self.first[-1] + other.first[1:]), **joined)
 
     def check(self, trajectories: int) -> None:
         """Raise ConfigError unless this is a table of the turns of so many trajectories."""
@@ -129,6 +147,13 @@ class TurnTable(NamedTuple):
                 self._check(name, column, goes_on | (column == 0), "0 after the last turn")
         kept = self.dropped <= self.generated
         self._check("dropped", self.dropped, kept, "at most the tokens that the turn generates")
+
+    def _before(self) -> IntArray:
+        """Tokens after the trajectory's prompt when each turn begins, int64 of shape (turns,)."""
+        kept = self.generated + self.tool - self.dropped
+        every = np.cumsum(kept) - kept
+        before: IntArray = every - np.repeat(every[self.first[:-1]], np.diff(self.first))
+        return before
 
     def _columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """The columns of shape (turns,) by name."""

@@ -72,6 +72,18 @@ class Batch(NamedTuple):
             limited.append(part._replace(turns=part.turns._replace(concurrent=at_once)))
         return limited
 
+    def at_most(self, concurrent: int | None) -> Batch:
+        """The trajectories of turns with so many at once; None: all."""
+        assert self.turns is not None
+        return self._replace(turns=self.turns._replace(concurrent=concurrent))
+
+    def stopped_at(self, tokens: int) -> Batch:
+        """The requests whose responses, or turns with what tools add, stop at so many tokens."""
+        if self.turns is None:
+            return self._replace(responses=np.minimum(self.responses, tokens))
+        turns = self.turns.stopped_at(tokens)
+        return self._replace(turns=turns, responses=turns.responses)
+
     def take(self, rows: Any) -> Batch:
         """Some of the requests with their prompts renumbered. rows: an index of numpy's"""
         prompt_ids = np.unique(self.prompt_ids[rows], return_inverse=True)[1].astype(np.int64)

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from fp8plan.model.plan.choice import SpeedUp, power, seconds
 from fp8plan.model.rollout import TAIL_SHARE
 from fp8plan.views.text import Column, Fitted, Paragraph, best_rows, counted, short
+from fp8plan.views.turn_columns import TURN_LEGEND, turn_columns
 
 if TYPE_CHECKING:
     from fp8plan.model.calibrate.profile_of import Calibration
@@ -135,18 +136,7 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
         Column("KV tok./\nreplica" if replicas else "KV\ntok.", [short(c.kv_cache_tokens) for c in rows], rank=1),
         Column("pre-\nemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
         Column("tail", [f"{c.tail_fraction:.0%}" for c in rows], rank=3),
-        *_turn_columns([c.turns for c in rows if c.turns is not None]),
-    ]
-
-
-def _turn_columns(rows: Sequence[Mapping[str, float]]) -> list[Column]:
-    """The columns on trajectories with several turns; none without them."""
-    if not rows:
-        return []
-    return [
-        Column("prefix\nhits", [f"{turns['hit_share']:.1%}" for turns in rows]),
-        Column("com-\nputed\nagain", [short(turns["again_tokens"]) for turns in rows], rank=5),
-        Column("tools", [f"{turns['tool_share']:.0%}" for turns in rows], rank=6),
+        *(turn_columns([c.turns for c in rows if c.turns]) if picked.turns else []),
     ]
 
 
@@ -201,13 +191,8 @@ def _speed_legend(rows: Sequence[Choice], several: bool, baseline: str) -> str:
     whole = " EP: expert parallelism." if several and any(c.expert_parallel for c in rows) else ""
     doubt = " Where its interval holds 1.00, a row may be no faster." if any(_in_doubt(c) for c in rows) else ""
     over = f"speed-up: over {baseline or bf16}.{same}{doubt}" if any(c.best_gain for c in rows) else ""
-    turns = ""
-    if any(c.turns is not None for c in rows):
-        turns = (
-            " prefix hits: of the tokens of prompts. computed again: tokens of earlier turns that the cache "
-            "has not. tools: time in which the slowest replica is idle, because all its trajectories wait for tools."
-        )
-    return f"{over}{replicas}{whole} {tail}{turns}".strip()
+    turns = TURN_LEGEND if any(c.turns for c in rows) else ""
+    return f"{over}{replicas}{whole} {tail} {turns}".strip()
 
 
 def _in_doubt(choice: Choice) -> bool:

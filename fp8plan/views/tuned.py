@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 
 from fp8plan.model.plan.choice import seconds
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.scene import Lever
 from fp8plan.model.tune.answer import Answer
-from fp8plan.model.tune.scene import Lever
 from fp8plan.views.report import plan_text
 from fp8plan.views.text import Column, Fitted, Line, Paragraph, best_rows
 

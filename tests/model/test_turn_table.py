@@ -75,3 +75,23 @@ def test_a_batch_splits_with_its_turns() -> None:
     assert second.turns.generated.tolist() == [3, 1, 2, 9]
     assert (second.prompts.tolist(), second.prompt_ids.tolist()) == ([100, 90], [0, 1])
     assert Batch(*batch[:3]).take([0]).turns is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "added"),
+    [(1, [1, 1, 1]), (5, [5, 3, 1]), (6, [5, 3, 6]), (25, [5, 3, 16]), (26, [26, 3, 16]), (100, [32, 3, 16])],
+)
+def test_trajectories_stop_at_a_number_of_tokens(tokens: int, added: list[int]) -> None:
+    """One that stops within a tool's tokens ends with the turn before."""
+    stopped = TURNS.stopped_at(tokens)
+    stopped.check(len(added))
+    assert stopped.added.tolist() == added
+
+
+def test_a_turn_that_reaches_the_number_is_the_last_though_its_reasoning_is_dropped() -> None:
+    turns = TurnTable.of([[(300, 20, 1.0)] * 3])
+    turns = turns._replace(dropped=np.array([250, 250, 0]))
+    stopped = turns.stopped_at(350)
+    stopped.check(1)
+    assert stopped.generated.tolist() == [300, 280]
+    assert turns.stopped_at(100).generated.tolist() == [100]

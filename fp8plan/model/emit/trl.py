@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.trainers import TRL
 from fp8plan.model.emit.vllm import (
     Job,
@@ -131,7 +132,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "trainer": f"GRPOTrainer(..., plan={plan}, choice={choice})  {_IMPORT}" if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
-        "notes": notes + measured_notes(job),
+        "notes": notes + concurrent_notes(job.workload, "trl") + measured_notes(job),
     }
 
 

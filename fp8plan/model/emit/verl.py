@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
+from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.emit.vllm import (
     Job,
@@ -50,6 +51,7 @@ def emit_verl(job: Job) -> str:
         f"{mini} is yours to set: at most {job.tokens('prompts')}, data.train_batch_size (verl's default is 256)",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
+        *concurrent_notes(job.workload, "verl"),
         *measured_notes(job),
         *grid_notes(job),
     ]

@@ -25,6 +25,7 @@ from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.configs import find_config
 from fp8plan.model.configs.fields import NESTED
+from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.trainers import ENGINE_E8M0, GRIDS, in_all_words, two_grids
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
@@ -313,6 +314,7 @@ def emit_vllm(job: Job) -> str:
     if (shape := _known_shape(setup)) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
     notes += [
+        *concurrent_notes(job.workload, "vllm"),
         *_risk_notes(job),
         *grid_notes(job),
         *(f"in the trainer: {words}" for words in in_all_words(setup.remedies)),

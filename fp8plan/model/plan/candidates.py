@@ -22,6 +22,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
 from fp8plan.model.memory.plan import MemoryPlan, check_pool
 from fp8plan.model.plan.request import PlanRequest, Progress
+from fp8plan.model.plan.turn_limits import with_limit
 from fp8plan.model.precision import PRESETS, Precision, find_precision, presets_of
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, mismatch_risk
@@ -309,7 +310,8 @@ def _timed_group(candidates: Sequence[Candidate], request: PlanRequest, profile:
         setup, again = candidate.setup, known.get(running)
         timed = simulate(setup, request.batch, profile, memory=candidate.memory, known=again)
         known[running] = timed.schedules
-        candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
+        rollout = timed.rollout if timed.clock is None else with_limit(timed, request.batch)
+        candidate = replace(candidate, rollout=rollout, extrapolated=timed.extrapolated)
         yield in_a_step(candidate, timed.model, request)
 
 

@@ -180,7 +180,7 @@ class Choice:
     max_num_seqs: int | None = None
     remedy: Way | None = None
     routed_experts: dict[str, int] | None = None
-    turns: dict[str, float] | None = None
+    turns: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)

@@ -134,8 +134,7 @@ def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
         costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
     if not costs:
         return ()
-    way = "fp8plan tune searches them" if rollout.turns is None else "Try --concurrent N and --max-num-seqs N"
-    return (f"Other limits may be faster: {', and '.join(costs)}. {way}.",)
+    return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",)
 
 
 def explain(
@@ -165,7 +164,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *turn_sentences(answer, all(c.setup.limits.enable_prefix_caching for c in tried)),
+        *(turn_sentences(answer, tried[answer.chosen], request) if tried and picked.turns else ()),
         *_left_in_bf16(choices, in_fp8),
         *_returned_experts(picked),
         *([shape.note] if shape.note else []),

@@ -2,29 +2,84 @@
 
 from __future__ import annotations
 
-from fp8plan.model.plan.choice import Answer
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.plan.choice import Answer, seconds
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.scene import Lever, Scene
+from fp8plan.model.plan.turn_levers import turn_levers
+
+LIMITS: Final = {"tools": "The tools limit", "cache": "The KV cache limits", "tail": "The tail limits"}
+WORTH: Final = 1.005  # smaller gains count as none
 
 
-def turn_sentences(answer: Answer, prefix_caching: bool) -> list[str]:
-    """Sentences on the prefixes that turns find in the cache, beside those of BF16, and on waits for tools.
+def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -> list[str]:
+    """Sentences on what limits the chosen rollout of turns, on its cache beside that of BF16, and on its levers.
 
-    prefix_caching: of the chosen engine
+    candidate: the choice
     """
-    picked, own = answer.picked, answer.picked.turns
-    if own is None:
-        return []
-    sentences = [f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of prompts."]
+    picked, scene = answer.picked, Scene.of(candidate, request, answer.profile)
+    own = picked.turns or {}
+    hits = f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of prompts."
+    sentences = [turn_limit(own), hits]
     baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
-    of_bf16 = 0.0 if baseline is None or baseline.turns is None else baseline.turns["again_tokens"]
+    of_bf16 = 0 if baseline is None or baseline.turns is None else baseline.turns["again_tokens"]
     if own["again_tokens"] or of_bf16:
         again = f"{own['again_tokens']:,} tokens of earlier turns are computed again"
         if baseline is not None and baseline is not picked:
             again += f", and with bf16 {of_bf16:,}"
         sentences.append(f"{again}.")
+    if picked.gain is not None and baseline is not None and baseline.kv_cache_tokens is not None:
+        kept = scene.kept_gain(baseline.kv_cache_tokens)
+        if kept >= WORTH:
+            sentences.append(
+                f"Of the {picked.gain.ratio:.2f}x over bf16, {kept:.2f}x is by the prefixes and requests that a larger "
+                f"KV cache keeps, and {picked.gain.ratio / kept:.2f}x by faster steps."
+            )
     if own["tool_share"]:
         sentences.append(
             f"For {own['tool_share']:.1%} of the rollout the engine is idle, as all trajectories wait for tools."
         )
-    if not prefix_caching:
+    if not candidate.setup.limits.enable_prefix_caching:
         sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
-    return [*sentences, "No rollout of turns was measured on a GPU. These are predictions."]
+    levers = [*_kv_cache(answer), *map(_priced, turn_levers(scene))]
+    return [*sentences, *levers, "No rollout of turns was measured on a GPU. These are predictions."]
+
+
+def turn_limit(turns: Mapping[str, Any]) -> str:
+    """The sentence on what limits a rollout. turns: of a Choice"""
+    subject = LIMITS.get(turns["limit"], "Compute limits")
+    tools, cache, tail = (f"{turns['saves'][name]:.0%}" for name in ("tools", "cache", "tail"))
+    return (
+        f"{subject} the rollout: of its time, tools that answer at once would save {tools}, an endless KV cache "
+        f"{cache}, and the tail is {tail}."
+    )
+
+
+def _kv_cache(answer: Answer) -> list[str]:
+    """The sentence on an FP8 KV cache, from the choice that differs in it alone."""
+    picked = answer.picked
+    for other in answer.choices:
+        alike = other.preset.weights == picked.preset.weights and other.layout == picked.layout
+        if not alike or other.preset.kv == picked.preset.kv or other.makespan_s is None:
+            continue
+        in_plan = picked.preset.kv == "fp8"
+        with_it, without = (picked, other) if in_plan else (other, picked)
+        saves = _saves(without.makespan_s or 0.0, with_it.makespan_s or 0.0)
+        where = f"the plan has it, {other.precision} has not" if in_plan else other.precision
+        return [f"Lever: FP8 KV cache ({where}): {saves}; risk {with_it.risk}."]
+    return []
+
+
+def _priced(lever: Lever) -> str:
+    """The sentence on a lever."""
+    return f"Lever: {lever.name} ({lever.setting}): {_saves(lever.before_s, lever.after_s)}; {lever.price}."
+
+
+def _saves(before_s: float, after_s: float) -> str:
+    """The words for the seconds that a lever saves or loses."""
+    if max(before_s, after_s) < WORTH * min(before_s, after_s):
+        return "changes nothing"
+    return f"saves {seconds(before_s - after_s)} s" if after_s < before_s else f"loses {seconds(after_s - before_s)} s"

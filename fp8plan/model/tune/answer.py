@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
@@ -11,12 +11,13 @@ from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import seconds
 from fp8plan.model.plan.explain import COMPONENTS
 from fp8plan.model.plan.planner import Prediction
+from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.syncs import sync_in_the_step
+from fp8plan.model.plan.turn_sentences import turn_limit
 from fp8plan.model.precision import BF16
 from fp8plan.model.risk.expected import LEAST_GAIN
-from fp8plan.model.rollout import TAIL_SHARE, least_seconds, simulate, step_batch
+from fp8plan.model.rollout import TAIL_SHARE, least_seconds, step_batch
 from fp8plan.model.tune.levers import levers
-from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned, in_words
 
 MUCH: Final = 0.25  # share of the time from which waiting for the host counts as the limit
@@ -64,7 +65,7 @@ class Waterfall:
         first, after = _first(tuned.base), _plan("tuned", tuned.best.chosen)
         limit = min(_at_the_datasheet(scene), after.seconds)
         parts, beyond, left = scene.base.rollout.parts, list[Level](), after.seconds
-        for part in ("host", "front"):
+        for part in ("tools", "host", "front"):
             if parts.get(part, 0.0) >= WORTH_A_CHANGE:
                 left -= parts[part] * after.seconds
                 beyond.append(Level(COMPONENTS[part], left))
@@ -104,16 +105,16 @@ def _engine(candidate: Candidate) -> str:
 
 def _changes(first: Candidate, tuned: Tuned) -> Iterator[Level]:
     """Yield the level after each change. A limit that cannot stand without the next change shares its level."""
-    before, after, base = tuned.base.chosen, tuned.best.chosen, tuned.base
+    before, after = tuned.base.chosen, tuned.best.chosen
+    scene = Scene.of(before, tuned.base.request, tuned.base.profile)
     done, together = dict[str, Any](), list[str]()
     if _engine(first) != _engine(before):
         yield Level(_engine(before), before.timed.makespan_s)
     for name, (_, new) in tuned.changes.items():
         done[name] = new
-        together.append(f"{name} {in_words(new)}")
+        together.append(f"{name} {in_words(name, new)}")
         try:
-            changed = replace(before.setup, limits=replace(before.setup.limits, **done))
-            run = simulate(changed, base.request.batch, base.profile).rollout
+            run = scene.under(done)
         except (CapacityError, ConfigError):
             continue
         yield Level(", ".join(together), run.makespan_s)
@@ -145,7 +146,7 @@ class Answer:
     @classmethod
     def of(cls, tuned: Tuned) -> Answer:
         """Simulate every lever on top of a tuned plan."""
-        scene = Scene.of(tuned)
+        scene = tuned.scene()
         every = levers(tuned, scene)
         working = [lever for lever in every if lever.remedy or abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)
@@ -155,7 +156,7 @@ class Answer:
     def sentences(self) -> tuple[str, ...]:
         """The sentences below the table."""
         idle = [f"Changes nothing here: {'; '.join(self.idle)}."] if self.idle else []
-        drafts = [] if self.tuned.request.speculation else [NO_DRAFTS]
+        drafts = [] if self.tuned.request.speculation or self.tuned.request.batch.turns else [NO_DRAFTS]
         choice, sync = self.tuned.best.chosen, self.tuned.request.sync
         in_the_step = [] if sync is None else sync_in_the_step(choice, sync)
         return (self.limited_by, self.floor, *in_the_step, *idle, *drafts, NOT_MODELLED)
@@ -178,7 +179,9 @@ class Answer:
 
 
 def _limited_by(scene: Scene) -> str:
-    rollout = scene.base.rollout
+    rollout = scene.choice.timed
+    if rollout.turns is not None:
+        return turn_limit(rollout.turns)
     parts = rollout.parts
     if rollout.tail_fraction > TAIL_SHARE:
         where = _largest(rollout.tail_parts)
@@ -213,9 +216,11 @@ def _at_the_datasheet(scene: Scene) -> float:
 
 
 def _floor(scene: Scene) -> str:
-    longest = int(scene.request.batch.responses.max())
+    longest, subject = int(scene.request.batch.responses.max()), "or drafts shortens the longest response: its"
+    if scene.request.batch.turns is not None:
+        subject = "shortens the longest trajectory: its tools and its"
     return (
-        f"No lever but a cap or drafts shortens the longest response: its {longest:,} tokens take "
+        f"No lever but a cap {subject} {longest:,} tokens take "
         f"{seconds(scene.longest_alone_s)} s even alone. The steps of this plan read and compute for "
         f"{seconds(_at_the_datasheet(scene))} s at the datasheet's bandwidth and peak."
     )

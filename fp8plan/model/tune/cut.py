@@ -30,7 +30,7 @@ class Cut:
     """A rollout up to its cut. Arrays have one entry for each request, in order over all replicas.
 
     ended:     True for a response that has ended
-    generated: its tokens at the cut; a lower bound for a response that is preempted later
+    generated: its tokens at the cut, if it has one turn; a lower bound for a response that is preempted later
     rollout:   up to the cut
     """
 
@@ -119,13 +119,16 @@ def drawn(batch: Batch, requests: int, seed: int) -> Batch:
             ids.append(np.full(len(rows[-1]), len(ids), dtype=np.int64))
             count += len(rows[-1])
     at = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
-    return Batch(batch.prompts[at], batch.responses[at], np.concatenate([np.zeros(0, dtype=np.int64), *ids]))
+    return batch.take(at)._replace(prompt_ids=np.concatenate([np.zeros(0, dtype=np.int64), *ids]))
 
 
 def beside(first: Batch, second: Batch) -> Batch:
     """The requests of both batches, whose prompts are different ones."""
     ids = np.append(first.prompt_ids, second.prompt_ids + first.prompt_ids.max(initial=-1) + 1)
-    return Batch(np.append(first.prompts, second.prompts), np.append(first.responses, second.responses), ids)
+    turns = None
+    if first.turns is not None and second.turns is not None:
+        turns = first.turns.beside(second.turns)
+    return Batch(np.append(first.prompts, second.prompts), np.append(first.responses, second.responses), ids, turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,22 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, power, speed_up
+from fp8plan.model.plan.scene import CONCURRENT, NOTHING, UNKNOWN, Lever, Scene
+from fp8plan.model.plan.turn_levers import cap, turn_levers
+from fp8plan.model.plan.turn_sentences import WORTH
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.remedies import remedy_levers
-from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.tune.search import Tuned, in_words
-from fp8plan.model.tune.speculation import speculated
+from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.tune.weight_sync import sync_levers
 from fp8plan.model.workload import Batch
 
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
-CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 VERL: Final = "actor_rollout_ref.rollout"
 IN_FLIGHT: Final = (0.1, 0.25, 0.5, 1.0, 2.0)  # the same shares, of asynchronous training
 # Steps 2 to 8 and the first one of separate_async in benchmarks/results/verl_h100.jsonl.
@@ -40,10 +42,12 @@ LAGGING: Final = "unknown; a run of verl one version behind: KL k3 9.8e-3 to 1.8
 def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     """Every lever that is modelled, and the plan's own changes; those that save most come first."""
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
-    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene), *_speculative(scene), *sync_levers(scene)]
-    every += remedy_levers(scene)
+    every += [*_samples(scene), *_more_gpus(scene), *_speculative(scene, tuned.request.speculation)]
+    every += [*sync_levers(scene), *remedy_levers(scene)]
+    every += cap(scene) if scene.request.batch.turns is None else turn_levers(scene)
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
+    every = [replace(lever, of_turns=scene.request.batch.turns is not None) for lever in every]
     return sorted(every, key=lambda lever: -lever.saved_s[0])
 
 
@@ -51,18 +55,27 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """The limits that the search changed, each alone set back."""
     for name, (old, new) in tuned.changes.items():
         try:
-            without = scene.run(scene.request.batch, **{name: old})
+            without = scene.under({name: old})
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
-        flag = name.replace("_", "-")
-        words = {"vllm": f"--{flag} {new}" if not isinstance(new, bool) else f"--{'' if new else 'no-'}{flag}"}
+        words = {"vllm": _flag(name, new)}
+        if name == CONCURRENT:
+            words = {"fp8plan": _flag(name, new), **concurrent_words(new, scene.request.workload.samples_per_prompt)}
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
         gain = speed_up(without, scene.before, scene.profile)
-        setting = f"instead of {in_words(old)}"
+        setting = f"instead of {in_words(name, old)}"
         yield Lever(
             f"{name} {new}", setting, words, without.makespan_s, scene.before.makespan_s, gain, NOTHING, in_plan=True
         )
+
+
+def _flag(name: str, value: Any) -> str:
+    """The option of a command line that sets a limit."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{flag}"
+    return f"--{flag} {value}"
 
 
 FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
@@ -87,6 +100,10 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         kl = f"KL k3 {power(with_it.expected.kl_k3)} instead of {power(without.expected.kl_k3)}"
         gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
+        if differing == ["kv"] and scene.request.batch.turns is not None and without.memory is not None:
+            kept = Scene.of(with_it, scene.request, scene.profile).kept_gain(without.memory.kv_cache_tokens)
+            if kept >= WORTH:
+                setting += f"; {kept:.2f}x of its gain is by the prefixes and requests that a larger cache keeps"
         yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
 
 
@@ -118,7 +135,7 @@ def _partial(scene: Scene) -> Iterator[Lever]:
     """The same, but the responses that have not ended go on in the next step."""
     setup, share = scene.choice.setup, MORE[0]
     in_flight = math.ceil((1 + share) * len(scene.request.batch.prompts) / setup.limits.data_parallel_size)
-    if in_flight > WHOLE:  # its schedule would be a sample
+    if in_flight > WHOLE or scene.request.batch.turns is not None:  # a sample, or turns that are cut in their midst
         return
     steps = partial_rollouts(scene.request.batch, share, setup, scene.base.memory.kv, scene.base.model)
     after = replace(steps.rollout, makespan_s=steps.seconds)
@@ -192,9 +209,12 @@ def _beside(scene: Scene, share: float, replicas: int, max_lag: int) -> Partial:
 def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
     """The share in flight with which steps are fastest, and those. Shares grow until steps become slower.
 
-    None if tokens are more than `max_lag` versions behind with every share, or if not all requests are simulated.
+    None if tokens are more than `max_lag` versions behind with every share, if not all requests are simulated, and for
+    turns, which would be cut in their midst.
     """
     best, replicas = None, _replicas(scene)
+    if scene.request.batch.turns is not None:
+        return None
     for share in IN_FLIGHT:
         in_flight = math.ceil((1 + share) * len(scene.request.batch.prompts) / replicas)
         if not scene.whole or in_flight > WHOLE:  # its schedule would be a sample
@@ -215,7 +235,7 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     if scene.longest_alone_s > steps * trainer:
         times = f" {steps} times" if steps > 1 else ""
         return f"the longest response alone takes longer than training{times}"
-    own, most = _replicas(scene), len(scene.request.batch.prompts)
+    own, most = _replicas(scene), scene.request.batch.at_once
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:
         too_few, enough = enough, min(most, math.ceil(enough * min(2.0, seconds(enough) / trainer)))
@@ -259,21 +279,6 @@ def _dealt(pieces: Sequence[IntArray], replicas: int) -> IntArray:
     return np.concatenate([rows for replica in range(replicas) for rows in pieces[replica::replicas]])
 
 
-def _cap(scene: Scene) -> Iterator[Lever]:
-    batch = scene.request.batch
-    cap = int(np.quantile(batch.responses, CAP))
-    cut = batch.responses > cap
-    if not cut.any():
-        return
-    shorter = batch._replace(responses=np.minimum(batch.responses, cap))
-    lost = 1 - shorter.responses.sum() / batch.responses.sum()
-    price = f"{cut.mean():.0%} of the responses have no end, {lost:.0%} of the tokens are lost"
-    settings = {"vllm": "max_tokens", "verl": "data.max_response_length", "trl": "max_completion_length"}
-    words = {program: f"{word}={cap}" for program, word in settings.items()}
-    after = scene.run(shorter)
-    yield scene.lever(f"cap at {cap:,} tokens", f"the {CAP:.0%} quantile of the lengths", words, after, price)
-
-
 def _samples(scene: Scene) -> Iterator[Lever]:
     """Half and twice as many samples of each prompt, with the same responses."""
     batch = scene.request.batch
@@ -284,7 +289,7 @@ def _samples(scene: Scene) -> Iterator[Lever]:
     turn = np.arange(len(batch.prompts)) - firsts[batch.prompt_ids]
     halves = batch._replace(prompt_ids=2 * batch.prompt_ids + 2 * turn // samples)
     pairs = batch.prompt_ids // 2
-    doubled = Batch(batch.prompts[firsts[2 * pairs]], batch.responses, pairs)
+    doubled = batch._replace(prompts=batch.prompts[firsts[2 * pairs]], prompt_ids=pairs)
     for other, factor in ((halves, 0.5), (doubled, 2)):
         if (factor < 1 and (samples % 2 or samples < 4)) or (factor > 1 and prompts % 2):  # a group has two or more
             continue
@@ -298,7 +303,7 @@ def _samples(scene: Scene) -> Iterator[Lever]:
 def _more_gpus(scene: Scene) -> Iterator[Lever]:
     limits = scene.choice.setup.limits
     replicas = 2 * limits.data_parallel_size
-    if replicas > len(scene.request.batch.prompts) or scene.choice.setup.gpu.is_cpu:
+    if replicas > scene.request.batch.at_once or scene.choice.setup.gpu.is_cpu:
         return
     rollout = scene.run(scene.request.batch, data_parallel_size=replicas)
     gpus = replicas * limits.tensor_parallel_size
@@ -308,9 +313,9 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
     yield scene.lever(f"{gpus} GPUs", setting, words, rollout, price)
 
 
-def _speculative(scene: Scene) -> Iterator[Lever]:
+def _speculative(scene: Scene, drafts: Speculation | None) -> Iterator[Lever]:
     """Drafts that the model verifies. Rejection sampling keeps its distribution, and log-probs are its own."""
-    drafts, setup = scene.request.speculation, scene.choice.setup
+    setup = scene.choice.setup
     if drafts is None:
         return
     try:

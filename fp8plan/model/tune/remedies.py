@@ -16,10 +16,10 @@ from fp8plan.model.emit.trainers import ENGINE_E8M0, TRAINERS
 from fp8plan.model.emit.vllm import kept_patterns
 from fp8plan.model.plan.candidates import risks
 from fp8plan.model.plan.choice import power, speed_up
+from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.ways import engine_with, matching_trainer
 from fp8plan.model.risk.remedies import BF16, POW2, Remedies
 from fp8plan.model.rollout import simulate
-from fp8plan.model.tune.scene import Lever, Scene
 
 TRIED: Final[tuple[Kept, ...]] = ((1, 1), (4, 4), (0, 0, OUTPUTS))  # values of keep_bf16 that have a row
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from fp8plan.model.plan.choice import SpeedUp
+from fp8plan.model.plan.scene import NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.rl_step import Mode, SyncCost, WeightSync, sync_costs
-from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
 
 USUAL_RATE: Final = 1e-6  # the default of TRL's GRPOConfig, for a plan without a learning rate
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fp8plan.errors import ConfigError
 from fp8plan.model.distributions import LogNormal
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rollout import makespans, rollout, schedules_of_turns, simulate
+from fp8plan.model.rollout import makespans, rollout, schedule_with, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.tune.search import tune
 from fp8plan.model.workload import Workload
 from fp8plan.model.workload_turns import Turns
 
@@ -24,13 +24,14 @@ DENSE, GPU = "Qwen/Qwen3-8B", "h200_sxm"
 TURNS = Turns(6, LogNormal(300, 0.8, 2000), 200, LogNormal(2, 1, 60))
 WORK = Workload(16, 8, 800, turns=TURNS)
 STARVED = EngineLimits(gpu_memory_utilization=0.32)  # in BF16 DENSE has no room for the contexts of all trajectories
+VERY_STARVED = EngineLimits(gpu_memory_utilization=0.24)
 
 
 def by_precision(answer: Plan) -> dict[str, Choice]:
     return {choice.precision: choice for choice in answer.choices}
 
 
-def turns_of(choice: Choice) -> dict[str, float]:
+def turns_of(choice: Choice) -> dict[str, Any]:
     assert choice.turns is not None
     return choice.turns
 
@@ -57,6 +58,39 @@ def test_the_sentences_compare_with_bf16() -> None:
     answer = plan(DENSE, GPU, WORK, limits=STARVED)
     again = f"{turns_of(by_precision(answer)['bf16'])['again_tokens']:,}"
     assert any("of earlier turns are computed again" in x and f"with bf16 {again}." in x for x in answer.reasons)
+
+
+LIMITED: dict[str, tuple[Workload, str]] = {
+    "cache": (WORK, "bf16"),
+    "tools": (Workload(16, 8, 800, turns=Turns(6, 300, 200, 20.0)), "fp8_kv"),
+    "tail": (Workload(16, 8, 800, turns=Turns(LogNormal(4, 1, 40), 300, 200, 1.0)), "fp8_kv"),
+    "compute": (Workload(64, 8, 800, turns=Turns(6, 300, 200, 1.0)), "fp8_kv"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITED)
+def test_the_limit_is_what_saves_most_when_it_is_simulated_away(limit: str) -> None:
+    work, precision = LIMITED[limit]
+    limits = VERY_STARVED if limit == "cache" else None
+    answer = plan(DENSE, GPU, work, limits=limits, precisions=[precision])
+    choice = answer.select()
+    saves = turns_of(choice)["saves"]
+    assert turns_of(choice)["limit"] == limit
+    assert saves["tail"] == choice.tail_fraction
+    assert any(f"{limit} limit" in reason.lower() for reason in answer.reasons)
+
+
+def test_the_savings_are_those_of_plans_without_waits_and_with_a_large_cache() -> None:
+    bf16 = by_precision(plan(DENSE, GPU, WORK, limits=VERY_STARVED))["bf16"]
+    at_once = replace(WORK, turns=replace(TURNS, tool_s=0.0))
+    others = {
+        "tools": plan(DENSE, GPU, at_once, limits=VERY_STARVED),
+        "cache": plan(DENSE, GPU, WORK, limits=EngineLimits()),
+    }
+    for name, other in others.items():
+        saved = 1 - (by_precision(other)["bf16"].makespan_s or 0.0) / (bf16.makespan_s or 0.0)
+        assert saved > 0.05
+        assert turns_of(bf16)["saves"][name] == pytest.approx(saved, abs=0.005)
 
 
 def test_longer_waits_lengthen_a_rollout_by_idle_time() -> None:
@@ -93,7 +127,7 @@ def test_the_makespan_is_that_of_the_model_asked_at_every_step(precision: str) -
     setup = EngineSetup(DENSE, GPU, precision, STARVED)
     batch, profile = WORK.batch(), load_profile(setup.gpu, setup.engine_version)[0]
     runs = simulate(setup.holding(batch.longest), batch, profile)
-    (single,) = schedules_of_turns([batch], runs.memory.kv, runs.model, longest_run=1)
+    single = schedule_with(batch, runs.memory.kv, runs.model.limits, runs.clock, longest_run=1)
     assert single.num_steps == runs.rollout.num_steps
     one_by_one = rollout([single], runs.model)
     assert runs.rollout.makespan_s == pytest.approx(one_by_one.makespan_s, rel=2e-3)
@@ -126,11 +160,6 @@ def test_a_turn_finds_the_prefix_up_to_dropped_reasoning() -> None:
     hits = 8 * (prompts[:-1] // 16 * 16).sum() + 4 * (799 // 16 * 16)  # the second sample finds the prompt of the first
     assert turns["hit_share"] == hits / (8 * prompts.sum())
     assert turns["again_tokens"] == 0
-
-
-def test_what_is_not_simulated_is_refused() -> None:
-    with pytest.raises(ConfigError, match="whose limits are not tuned yet; plan them"):
-        tune(DENSE, GPU, WORK)
 
 
 def test_a_batch_of_turns_counts_tool_tokens_in_its_lengths() -> None:

@@ -17,13 +17,14 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import power
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.scene import Lever
+from fp8plan.model.plan.turn_levers import CAP
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.answer import Answer, _changes
 from fp8plan.model.tune.cut import Partial, partial_rollouts
-from fp8plan.model.tune.levers import CAP, IN_FLIGHT, levers
+from fp8plan.model.tune.levers import IN_FLIGHT, levers
 from fp8plan.model.tune.request import TuneRequest
-from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.workload import Workload
@@ -40,7 +41,7 @@ def tuned() -> Tuned:
 
 @pytest.fixture(scope="module")
 def found(tuned: Tuned) -> dict[str, Lever]:
-    return {lever.name: lever for lever in levers(tuned, Scene.of(tuned))}
+    return {lever.name: lever for lever in levers(tuned, tuned.scene())}
 
 
 def seconds(tuned: Tuned, work: Workload = WORK, **limits: Any) -> float:
@@ -66,7 +67,7 @@ def test_a_limit_of_the_plan_is_worth_what_the_plan_without_it_takes_longer(
 
 def test_the_precision_is_worth_what_the_plan_says(tuned: Tuned, found: dict[str, Lever]) -> None:
     dense = search(TuneRequest("Qwen/Qwen3-8B", "h200", Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))))
-    in_it = {lever.name: lever for lever in levers(dense, Scene.of(dense))}
+    in_it = {lever.name: lever for lever in levers(dense, dense.scene())}
     for plan, every, pairs in (
         (tuned.best.plan, found, {"FP8 weights": ("bf16", "fp8_block"), "FP8 KV cache": ("bf16", "fp8_kv")}),
         (
@@ -118,7 +119,7 @@ def test_one_step_off_policy_takes_the_longer_of_rollout_and_training(tuned: Tun
     assert seconds(tuned, data_parallel_size=replicas) <= trainer
     assert replicas == 1 or seconds(tuned, data_parallel_size=replicas - 1) > trainer
     slow = search(TuneRequest(MODEL, "h200", WORK, trainer=StepTimes(train_s=0.01, logprob_s=0.0)))
-    one, fully = [x for x in levers(slow, Scene.of(slow)) if x.step and not x.name.endswith(" sync")]
+    one, fully = [x for x in levers(slow, slow.scene()) if x.step and not x.name.endswith(" sync")]
     if "fully" in one.name:
         one, fully = fully, one
     assert one.price.endswith("the longest response alone takes longer than training")
@@ -136,7 +137,7 @@ def beside(tuned: Tuned, share: float, replicas: int = 1) -> Partial:
 def test_asynchronous_training_takes_the_fastest_steps_within_its_lag(max_lag: int) -> None:
     work, times = replace(WORK, prompts=12), StepTimes(train_s=1.2, logprob_s=0.2, max_lag=max_lag)
     tuned = search(TuneRequest(MODEL, "h200", work, trainer=times))
-    scene, choice, trainer = Scene.of(tuned), tuned.best.chosen, times.seconds(0)
+    scene, choice, trainer = tuned.scene(), tuned.best.chosen, times.seconds(0)
     fully = [lever for lever in levers(tuned, scene) if "fully" in lever.name]
     allowed = {share: x for share in IN_FLIGHT if (x := beside(tuned, share)).most_lag <= max_lag}
     if not allowed:
@@ -160,10 +161,10 @@ def test_asynchronous_training_takes_the_fastest_steps_within_its_lag(max_lag: i
 
 def test_without_room_for_a_lag_there_is_only_one_step_off_policy(tuned: Tuned) -> None:
     times = replace(TIMES, max_lag=1)
-    same = replace(tuned, request=replace(tuned.request, trainer=times))
-    assert {
-        lever.name for lever in levers(same, Scene.of(same)) if lever.step and not lever.name.endswith(" sync")
-    } == {"one step off-policy"}
+    same = replace(tuned, best=replace(tuned.best, request=replace(tuned.request, trainer=times)))
+    assert {lever.name for lever in levers(same, same.scene()) if lever.step and not lever.name.endswith(" sync")} == {
+        "one step off-policy"
+    }
     for wrong in (0, 1.5):
         with pytest.raises(ConfigError, match="max_lag is"):
             replace(TIMES, max_lag=wrong)  # type: ignore[arg-type]
@@ -196,7 +197,7 @@ def test_the_order_is_that_of_the_requests() -> None:
     work = Workload(20, 8, LogNormal(800, 0.8, 3000), LogNormal(300, 0.9, 2000))
     given = EngineLimits(max_num_seqs=32)
     tuned = search(TuneRequest(MODEL, "h200", work, limits=given, precisions=["bf16"]))
-    every = {x.name: x for x in levers(tuned, Scene.of(tuned))}
+    every = {x.name: x for x in levers(tuned, tuned.scene())}
     batch, choice, profile = work.batch(), tuned.best.chosen, tuned.best.profile
     orders = {
         "order: samples of a prompt apart": np.arange(160).reshape(20, 8).T.ravel(),
@@ -217,7 +218,7 @@ def test_long_requests_are_dealt_to_the_replicas_in_turn() -> None:
     tuned = search(
         TuneRequest(MODEL, "h200", work, limits=EngineLimits(data_parallel_size=2, max_num_seqs=4), precisions=["bf16"])
     )
-    every = {x.name: x for x in levers(tuned, Scene.of(tuned))}
+    every = {x.name: x for x in levers(tuned, tuned.scene())}
     batch, choice = work.batch(), tuned.best.chosen
     longest = np.argsort(-batch.responses, kind="stable")
     dealt = batch.take(np.append(longest[::2], longest[1::2]))

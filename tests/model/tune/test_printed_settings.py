@@ -18,7 +18,6 @@ from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.levers import FP8_PARTS, levers
 from fp8plan.model.tune.request import TuneRequest
-from fp8plan.model.tune.scene import Scene
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Workload
 
@@ -47,7 +46,7 @@ def test_vllm_starts_with_each_setting_that_a_lever_prints(model: str, tmp_path:
 
     (tmp_path / "config.json").write_text(json.dumps(bundled_configs()[model]))
     tuned = search(TuneRequest(model, "h200", WORK))
-    every = levers(tuned, Scene.of(tuned))
+    every = levers(tuned, tuned.scene())
     printed = {lever.name: lever.words["vllm"] for lever in every if "--" in lever.words.get("vllm", "")}
     assert set(FP8_PARTS.values()) <= set(printed)
     for name, words in printed.items():

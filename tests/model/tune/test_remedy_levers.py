@@ -9,12 +9,12 @@ import pytest
 from fp8plan.model.distributions import Fixed
 from fp8plan.model.plan.choice import power
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.scene import Lever
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.levers import levers
 from fp8plan.model.tune.request import TuneRequest
-from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Workload
 
@@ -32,7 +32,7 @@ def request(model: str, remedies: Remedies, precision: str = "fp8_block") -> Tun
 @cache
 def found(model: str, remedies: Remedies, precision: str = "fp8_block") -> dict[str, Lever]:
     tuned = search(request(model, remedies, precision))
-    return {lever.name: lever for lever in levers(tuned, Scene.of(tuned)) if lever.remedy}
+    return {lever.name: lever for lever in levers(tuned, tuned.scene()) if lever.remedy}
 
 
 def planned(remedies: Remedies) -> tuple[float, float]:

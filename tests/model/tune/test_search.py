@@ -85,7 +85,7 @@ def test_the_choice_at_a_setting_is_that_of_a_plan(case: dict[str, Any]) -> None
     base = predict(PlanRequest(gpu="h200", **case))
     grid = Grid.around(base, case.get("limits"), ())
     field = Field.of(base)
-    for limits, choice in (pair for group in grid.settings(base) for pair in field.choices(group)):
+    for (limits, _), choice in (pair for group in grid.settings(base) for pair in field.choices(group)):
         whole = predict(PlanRequest(gpu="h200", **case | {"limits": limits})).chosen
         assert (choice.setup.precision, choice.setup.limits) == (whole.setup.precision, whole.setup.limits)
         assert choice.seconds == pytest.approx(whole.seconds, rel=1e-9)

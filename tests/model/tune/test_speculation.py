@@ -73,7 +73,7 @@ def planned(batch: Batch, pool: int, limits: EngineLimits, drafts: Speculation) 
     """The schedule with a row for each step."""
     kv = kv_of(pool, limits)
     work, scaled = in_units(batch, drafts), limits_in_units(limits, drafts)
-    return in_tokens(schedule_with(work, pool_in_units(kv, drafts), scaled, 1), batch, kv, drafts)
+    return in_tokens(schedule_with(work, pool_in_units(kv, drafts), scaled, longest_run=1), batch, kv, drafts)
 
 
 def vllms(batch: Batch, pool: int, limits: EngineLimits, drafts: Speculation, accepted: Callable[[], int]) -> list[Any]:

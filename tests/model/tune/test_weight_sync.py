@@ -9,10 +9,10 @@ import pytest
 from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.scene import Lever
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.request import TuneRequest
-from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.weight_sync import USUAL_RATE, sync_levers
 from fp8plan.model.weight_changes import TopK
@@ -29,7 +29,7 @@ def tuned(precision: str = "fp8_block", link: str = "1Gb/s", **options: object) 
 
 
 def levers_of(made: Tuned) -> dict[str, Lever]:
-    return {lever.name: lever for lever in sync_levers(Scene.of(made))}
+    return {lever.name: lever for lever in sync_levers(made.scene())}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block"])

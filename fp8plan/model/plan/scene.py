@@ -1,4 +1,4 @@
-"""A lever of a tuned plan, and the scene that all levers share: the plan's choice, simulated."""
+"""A lever of a plan, and the scene that all levers share: the plan's choice, simulated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Final
 
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import SpeedUp, speed_up
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.plan.turn_limits import again
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import Rollout, Simulated, simulate
-from fp8plan.model.tune.request import TuneRequest
-from fp8plan.model.tune.search import Tuned
+from fp8plan.model.rollout import Rollout, Simulated, makespans, rollout, simulate
 from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
+CONCURRENT: Final = "concurrent"  # field of Turns: the trajectories at once
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
 # Beginnings of names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md
 # and docs/evidence/levers.md.
@@ -41,6 +42,7 @@ class Lever:
     in_plan:  the plan has it: the gain is that over the plan without it
     step:     the seconds are those of the RL step, not of the rollout
     remedy:   it lowers the mismatch, whatever its time
+    of_turns: the rollout has turns, and none such was measured
     before_s, after_s: without and with it
     gain:     ratio of the two, with its 90% interval
     price:    what it costs besides time
@@ -58,11 +60,12 @@ class Lever:
     in_plan: bool = False
     step: bool = False
     remedy: bool = False
+    of_turns: bool = False
 
     @property
     def measured(self) -> bool:
         """True if rollouts with and without such a lever were timed beside their predictions."""
-        return self.name.startswith(MEASURED)
+        return self.name.startswith(MEASURED) and not self.of_turns
 
     @property
     def saved_s(self) -> tuple[float, float, float]:
@@ -98,16 +101,15 @@ class Scene:
     """The choice of a plan, simulated, and what all levers share."""
 
     choice: Candidate
-    request: TuneRequest
+    request: PlanRequest
     profile: Profile
     base: Simulated
 
     @classmethod
-    def of(cls, tuned: Tuned) -> Scene:
-        """The scene of a tuned plan's choice."""
-        choice, profile = tuned.best.chosen, tuned.best.profile
-        base = simulate(choice.setup, tuned.request.batch, profile, memory=choice.memory)
-        return cls(choice, tuned.request, profile, base)
+    def of(cls, choice: Candidate, request: PlanRequest, profile: Profile) -> Scene:
+        """The scene of a candidate that can run."""
+        base = simulate(choice.setup, request.batch, profile, memory=choice.memory)
+        return cls(choice, request, profile, base)
 
     @property
     def before(self) -> Rollout:
@@ -127,8 +129,27 @@ class Scene:
 
     def run(self, batch: Batch, **limits: Any) -> Rollout:
         """The rollout of a batch on the engine of the choice, or on one with other limits."""
+        if self.base.clock is not None and not limits:
+            return rollout(again(self.base, batch), self.base.model)
         setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
         return simulate(setup, batch, self.profile).rollout
+
+    def under(self, changes: Mapping[str, Any]) -> Rollout:
+        """The rollout with other limits. A change of CONCURRENT is one of the trajectories at once."""
+        limits, batch = dict(changes), self.request.batch
+        if CONCURRENT in limits:
+            batch = batch.at_most(limits.pop(CONCURRENT))
+        return self.run(batch, **limits)
+
+    def kept_gain(self, tokens: int) -> float:
+        """The ratio of two makespans of turns: with a KV cache of so many tokens, and with the choice's own.
+
+        That much of its speed-up is by what a larger cache keeps: prefixes, and requests that are not preempted.
+        """
+        memory = self.base.memory
+        blocks = 1 + round(memory.usable_blocks * tokens / memory.kv_cache_tokens)
+        smaller = again(self.base, self.request.batch, blocks)
+        return makespans([smaller], self.base.model)[0] / self.before.makespan_s
 
     def lever(
         self, name: str, setting: str, words: Mapping[str, str], after: Rollout, price: str, **others: Any

@@ -1,0 +1,107 @@
+"""Levers on a rollout of turns: trajectories at once, prefix caching, replicas that keep trajectories, and a cap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.emit.concurrent import concurrent_words
+from fp8plan.model.plan.scene import Lever, Scene
+from fp8plan.model.plan.turn_limits import again
+from fp8plan.model.rollout import Rollout, makespans
+
+CAP: Final = 0.95  # quantile of the lengths at which responses are cut
+
+
+def turn_levers(scene: Scene) -> Iterator[Lever]:
+    """The levers on the choice of a plan of turns."""
+    yield from _at_once(scene)
+    yield from _caching(scene)
+    yield from cap(scene)
+
+
+def _at_once(scene: Scene) -> Iterator[Lever]:
+    """Fewer and more trajectories at once: the number is halved and doubled, as long as that saves time."""
+    batch = scene.request.batch
+    for factor in (0.5, 2.0):
+        number = _climbed(scene, factor)
+        if number == batch.at_once:
+            continue
+        after = scene.run(batch.at_most(number))
+        option = f"--concurrent {number}"
+        setting = f"{option} instead of {batch.at_once:,}"
+        words = {"fp8plan": option, **concurrent_words(number, scene.request.workload.samples_per_prompt)}
+        yield scene.lever(f"{number:,} trajectories at once", setting, words, after, _hits(scene, after))
+
+
+def _climbed(scene: Scene, factor: float) -> int:
+    """The number of trajectories at once that is fastest, of those by repeated factors; the first if none is faster.
+
+    The number of the plan itself if there is no other.
+    """
+    batch, replicas = scene.request.batch, scene.choice.setup.limits.data_parallel_size
+    best, best_s, number = batch.at_once, scene.before.makespan_s, batch.at_once
+    while True:
+        following = min(int(number * factor), len(batch.prompts))
+        if following == number or following < replicas:
+            return best
+        number = following
+        seconds = makespans([again(scene.base, batch.at_most(number))], scene.base.model)[0]
+        if seconds >= best_s:
+            return number if best == batch.at_once else best
+        best, best_s = number, seconds
+
+
+def _caching(scene: Scene) -> Iterator[Lever]:
+    """Prefix caching off or on, and trajectories that return to any replica."""
+    batch, limits = scene.request.batch, scene.choice.setup.limits
+    on, replicas = limits.enable_prefix_caching, limits.data_parallel_size
+    if on and limits.enable_return_routed_experts:  # they need the cache
+        return
+    try:
+        other = scene.run(batch, enable_prefix_caching=not on)
+    except (CapacityError, ConfigError):  # vLLM or the scheduler's model has no such cache for these layers
+        return
+    if on:
+        name, setting, flag = "prefix caching off", "each turn computes all its tokens", "--no-enable-prefix-caching"
+    else:
+        name, setting, flag = "prefix caching on", "turns find the tokens before them", "--enable-prefix-caching"
+    yield scene.lever(name, setting, {"vllm": flag}, other, _hits(scene, other))
+    if not on or replicas == 1:
+        return
+    away = 1 - 1 / replicas
+    added_s = away * (other.makespan_s - scene.before.makespan_s)
+    after = replace(other, makespan_s=scene.before.makespan_s + added_s)
+    name, setting = "trajectories return to any replica", f"at random; the plan keeps them on their {replicas} replicas"
+    price = f"{away:.0%} of the returns find no prefix, and are taken to cost that share of prefix caching off"
+    yield scene.lever(name, setting, {}, after, price)
+
+
+def _hits(scene: Scene, after: Rollout) -> str:
+    """The words for the prefixes that a lever keeps or loses."""
+    shares = [f"{rollout.turns['hit_share']:.0%}" for rollout in (after, scene.before) if rollout.turns]
+    return f"prefix hits {' instead of '.join(shares)}"
+
+
+def cap(scene: Scene) -> Iterator[Lever]:
+    """Stop the longest responses, or trajectories with what tools add, at the quantile CAP of the lengths."""
+    batch = scene.request.batch
+    lengths = batch.lengths - batch.prompts
+    most = int(np.quantile(lengths, CAP))
+    cut = lengths > most
+    if not cut.any():
+        return
+    shorter = batch.stopped_at(most)
+    lost = 1 - shorter.responses.sum() / batch.responses.sum()
+    subject, after = "responses", scene.run(shorter)
+    settings = {"vllm": "max_tokens", "verl": "data.max_response_length", "trl": "max_completion_length"}
+    if batch.turns is not None:
+        subject = "trajectories"
+        del settings["vllm"]  # it counts the tokens of one turn
+    price = f"{cut.mean():.0%} of the {subject} have no end, {lost:.0%} of the tokens are lost"
+    words = {program: f"{word}={most}" for program, word in settings.items()}
+    yield scene.lever(f"cap at {most:,} tokens", f"the {CAP:.0%} quantile of the lengths", words, after, price)
