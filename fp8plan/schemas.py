@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.9", "probe": "1.2"}
+VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.10", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -52,10 +52,12 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     turns:           turns of each response as [generated, tool, wait_s]: tokens that the engine generated, tokens that
                      a tool or a user added then, and seconds until the next request (null: not known). Nothing counts
                      after a last turn. null: each response has one turn
+    concurrent:      with turns: most trajectories at once, of which the next begins when one ends; null: all begin at
+                     the start
     unclear_responses: number of responses whose turns are not known: they have one, and all tokens count as generated;
                      null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
-    prefix_cache_queries, prefix_cache_hits: as in fp8plan.Observation
+    prefix_cache_queries, prefix_cache_hits, rewritten_tokens: as in fp8plan.Observation
     compiled_files:  kernels that were compiled meanwhile
     host_loop_s:     seconds of 20,000 turns of an empty loop of Python on the cores of front end and engine, the slower
                      (in a run file: as `fp8plan doctor --host`, at most a day before the engine started)
@@ -90,6 +92,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     response_lengths: list[int] | None = None
     prompt_ids: list[Any] | None = None
     turns: list[list[tuple[int, int, float | None]]] | None = None
+    concurrent: int | None = None
     unclear_responses: int | None = None
     seconds: float | None = None
     compiled_files: int | None = None
@@ -98,6 +101,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     preemptions: int | None = None
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
+    rewritten_tokens: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     max_cudagraph_capture_size: int | None = None
@@ -119,8 +123,9 @@ class Span(msgspec.Struct, gc=False):
 
 
 class Cause(msgspec.Struct, gc=False):
-    """One cause of a slow rollout."""
+    """One cause of a slow rollout: its kind, and a sentence."""
 
+    cause: str | None = None
     sentence: str | None = None
 
 

@@ -264,6 +264,8 @@ def validation_report(result: Validation) -> RenderableType:
         "preemptions": ("preemptions", "predicted_preemptions"),
         "KV tokens": ("measured_kv_cache_tokens", "predicted_kv_cache_tokens"),
     }
+    if any("predicted_prefix_hits" in row for row in rows):
+        pairs["prefix hits"] = ("prefix_hits", "predicted_prefix_hits")
     records = [
         Column("line", [str(row["line"]) for row in rows]),
         Column("model", [row["model"] for row in rows], rank=3, left=True),
@@ -274,7 +276,7 @@ def validation_report(result: Validation) -> RenderableType:
         *(
             Column(
                 f"{name}:\nmeasured /\npredicted",
-                [f"{_count(row.get(measured))} / {_count(row[modelled])}" for row in rows],
+                [f"{_count(row.get(measured))} / {_count(row.get(modelled))}" for row in rows],
                 rank,
             )
             for rank, (name, (measured, modelled)) in enumerate(pairs.items(), 1)
@@ -301,7 +303,10 @@ def _predicted(entry: Mapping[str, Any]) -> str:
 
 
 def _count(value: Any) -> str:
-    return "-" if value is None else f"{value:,}"
+    """A number, or a share."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def calibration_report(result: Calibration) -> RenderableType:
