@@ -266,7 +266,7 @@ def test_a_record_says_its_version_and_a_newer_one_is_refused(tmp_path: Path) ->
     told = r"line 2 of .*records\.jsonl has schema 2\.0; this is fp8plan .*, which reads schema 1\.x: type: pip install"
     with pytest.raises(ConfigError, match=told):
         validated(tmp_path, {}, {"schema_version": "2.0"})
-    with pytest.raises(ConfigError, match=r"line 1 of .*: schema_version is 2; allowed: text such as '1\.\d'"):
+    with pytest.raises(ConfigError, match=r"line 1 of .*: schema_version is 2; allowed: text such as '1\.\d+'"):
         validated(tmp_path, {"schema_version": 2})
 
 

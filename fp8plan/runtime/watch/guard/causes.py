@@ -26,7 +26,7 @@ from fp8plan.model.rollout import TAIL_SHARE, Simulated
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.cut import bias, cut_after
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
-from fp8plan.runtime.watch.guard.prefix_cache import LOST, OFF, Lost, PrefixUse, lost_prefixes, prefix_use
+from fp8plan.runtime.watch.guard.prefix_cache import OFF, Lost, PrefixUse, lost_prefixes, prefix_use
 from fp8plan.schemas import Cause as Logged
 
 # Preemptions per response. The predicted schedule is never wrong by so many.
@@ -152,7 +152,7 @@ def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
 def _lost_prefixes(case: Case) -> Iterator[LikelyCause]:
     """Yield more prompt tokens that were computed again than predicted."""
     use = case.prefix_use()
-    if use is None or use.again is None or use.again < use.expected + LOST:
+    if use is None or not use.more_than_expected:
         return
     setup = case.prediction.setup
     try:
@@ -173,7 +173,7 @@ def _small_prefix_cache(case: Case) -> Iterator[LikelyCause]:
     ran = prediction.setup
     if ran.limits.enable_prefix_caching:
         use = case.prefix_use()
-        if use is None or use.again is None or use.again >= use.expected + LOST:
+        if use is None or use.more_than_expected:
             return
         better, lost = with_blocks(ran, observation.blocks(prediction.ran.memory.kv)), lost_prefixes(use)
     else:
@@ -259,7 +259,8 @@ def _in_the_prediction(case: Case) -> Iterator[LikelyCause]:
         )
         yield LikelyCause(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
     yield from _larger_graphs(case)
-    if prediction.rollout.preemptions:
+    few = prediction.rollout.preemptions <= MANY_PREEMPTIONS * len(case.observation.response_lengths)
+    if prediction.rollout.preemptions and not (few and case.observation.turns):  # a small pool costs turns prefixes
         blocks = case.observation.blocks(prediction.ran.memory.kv)
         roomy = case.again(with_blocks(prediction.setup, blocks)).rollout
         fewer = _fewer_at_once(case) if makespan - roomy.makespan_s >= case.least_s else ""

@@ -50,8 +50,7 @@ class PrefixUse:
     repeated:      tokens of the prompts that earlier prompts and turns have computed; None: not known
     rewritten:     as Observation.rewritten_tokens
     expected:      share of the prompt tokens that the prediction computes again
-    at_most:       the same with half of the cache; None: not known
-    holds:         share of the waiting trajectories' tokens that the cache has room for; None: not known
+    at_most:       the same with half of the cache; None: not predicted
     replicas:      number of engines that share the requests
     """
 
@@ -61,7 +60,6 @@ class PrefixUse:
     rewritten: int = 0
     expected: float = 0.0
     at_most: float | None = None
-    holds: float | None = None
     replicas: int = 1
 
     @property
@@ -70,6 +68,16 @@ class PrefixUse:
         if self.repeated is None:
             return None
         return max(0, self.repeated + self.rewritten - self.hits) / self.queries
+
+    @property
+    def more_than_expected(self) -> bool:
+        """True if clearly more tokens were computed again than predicted."""
+        return self.again is not None and self.again >= self.expected + LOST
+
+    @property
+    def holds(self) -> float:
+        """The share of what comes again that the cache still has then, as predicted."""
+        return 1 - self.expected * self.queries / max(1, self.repeated or 0)
 
 
 def lost_prefixes(use: PrefixUse) -> Lost | None:
@@ -82,17 +90,19 @@ def lost_prefixes(use: PrefixUse) -> Lost | None:
     if again < LOST:
         return None
     says = f"{again:.0%} of the prompt tokens were computed again"
+    if use.more_than_expected:
+        says += f", {use.expected:.0%} predicted"
     rewritten = use.rewritten / use.queries
     if rewritten >= again / 2:
         where = f"{rewritten:.0%} stand in the place of an answer, and are other tokens than it"
         return Lost(f"{says}; {where}", f"{SAME_TOKENS}, without a template that drops or writes them anew")
-    if use.holds is not None and use.holds < 1 and (use.at_most is None or again < use.at_most + LOST):
+    if use.expected >= LOST and again < max(use.at_most or 0.0, use.expected) + LOST:
         return Lost(f"{says}; the cache holds {use.holds:.0%} of what waits", MORE_ROOM)
     if use.replicas > 1:
         elsewhere = f"a turn that comes to another of {use.replicas} replicas finds nothing there"
         return Lost(f"{says}; {elsewhere}", SAME_REPLICA)
-    alone = f"a cache of this size loses {use.expected:.0%}, so prompts have other tokens, or something empties it"
-    return Lost(f"{says}; {alone}", f"{SAME_TOKENS}, and keep other requests away from the engine")
+    alone = "no cache of this size loses so many, so prompts have other tokens, or something empties it"
+    return Lost(f"{says}; {alone}", f"{SAME_TOKENS}, and let nothing reset the cache between them")
 
 
 def prefix_use(
@@ -115,7 +125,6 @@ def prefix_use(
         rewritten,
         expected=_again(repeated, asked, ran),
         at_most=None if smaller is None else _again(repeated, asked, smaller),
-        holds=_held(batch, ends, ran),
         replicas=len(ran.schedules),
     )
 
@@ -161,14 +170,3 @@ def _again(repeated: int, asked: int, ran: Simulated) -> float:
     """The share of the prompt tokens that the prediction computes again."""
     turns = ran.rollout.turns
     return 0.0 if turns is None else max(0.0, repeated / asked - turns["hit_share"])
-
-
-def _held(batch: Batch, ends: IntArray, ran: Simulated) -> float:
-    """The mean room that running requests leave, as a share of the mean tokens that wait for tools; at most 1."""
-    if batch.turns is None:
-        return 1.0
-    run = ran.rollout
-    waiting = float((ends * batch.turns.wait_s).sum()) / run.makespan_s / len(ran.schedules)
-    used = np.average(run.timeline.used_blocks, weights=np.diff(run.timeline.seconds, prepend=0.0))
-    room = (1 - float(used) / ran.memory.kv.usable_blocks) * ran.memory.kv_cache_tokens
-    return 1.0 if waiting <= room else room / waiting

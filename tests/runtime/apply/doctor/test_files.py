@@ -79,7 +79,7 @@ def test_a_run_file_tells_the_hits_of_the_prefix_cache(tmp_path: Path) -> None:
     state, says = told(tmp_path / "run.jsonl", RECORD | counted)["prefix_hits"]
     assert (state, says.partition(" were")[0]) == ("warning", "0.5% of 500,000 tokens since step 4 began")
     state, says = told(tmp_path / "run.jsonl", RECORD | counted | {"enable_prefix_caching": False})["prefix_hits"]
-    assert (state, says.partition(":")[0]) == ("warning", "prefix caching is off")
+    assert (state, says.partition(",")[0]) == ("warning", "prefix caching is off")
 
 
 def test_a_monitor_without_an_engine_knows_no_preemptions(tmp_path: Path) -> None:
