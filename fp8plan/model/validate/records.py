@@ -170,8 +170,7 @@ def workload_of(
         )
     prompts = Trace(tuple(batch.prompts[order].tolist()), source)
     if batch.turns is not None:
-        at_once = batch.turns.concurrent if concurrent is None else concurrent
-        turns = LoggedTurns(batch.turns.take(order), source, tool_s, at_once, reasoning_share)
+        turns = LoggedTurns(batch.turns.take(order), source, tool_s, concurrent, reasoning_share)
         return Workload(len(ids) // samples, samples, prompts, turns=turns), notes
     of_turns = {"--tool-s": tool_s, "--concurrent": concurrent, "--reasoning-share": reasoning_share or None}
     if typed := [option for option, value in of_turns.items() if value is not None]:

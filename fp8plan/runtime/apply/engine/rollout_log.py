@@ -79,8 +79,8 @@ class RolloutLog:
     samplings: list[tuple[Any, str]] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
     kv_cache_tokens: int | None = None
-    # Trajectories by their prompt with its last answer, and by their last prompt alone, whose tokens stand beside them.
-    _sequences: Prefixes[Trajectory] = field(default_factory=Prefixes)
+    # Trajectories by their prompt with its last answer, and by their last prompt alone, with the tokens of these.
+    _sequences: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
     _prompts: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
     _rewritten_tokens: int = 0  # as in Observation
     _before: dict[str, int] | None = None
@@ -108,7 +108,11 @@ class RolloutLog:
             return
         self.samplings.append((sampling, mode))
         # All are looked up before any is noted: responses of one call do not continue each other.
-        before = [self._continued(response.prompt, begun) for response in known]
+        before = list[Trajectory | None]()
+        for response in known:
+            before.append(trajectory := self._continued(response.prompt, begun))
+            if trajectory is not None:
+                trajectory.ended = inf  # no other response continues it
         for (prompt, answer, answered), trajectory in zip(known, before, strict=True):
             if answered is None or not begun <= answered <= ended:  # another machine's clock
                 answered = ended
@@ -121,23 +125,29 @@ class RolloutLog:
                 trajectory.turns.append(Turn(trajectory.generated, added, wait_s))
                 trajectory.asked, trajectory.generated = asked, generated
                 trajectory.ended, trajectory.answered = ended, answered
-            self._sequences.at([*prompt, *answer]).append(trajectory)
+            self._sequences.at([*prompt, *answer]).append((trajectory.tokens, trajectory))
             self._prompts.at(prompt).append((asked, trajectory))
 
     def _continued(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
-        """Take and return the trajectory that a prompt continues; None if it begins another."""
+        """Take and return the trajectory that a prompt continues; None if it begins another.
+
+        A prompt with other tokens in the place of the answer continues, too. If it is shorter than prompt and answer
+        were, it has dropped some of the answer: then it is not known what a tool has added, and another begins.
+        """
         known = self._sequences.beginning(prompt)
-        trajectory = next((each for each in known if each.ended <= begun), None)
-        if trajectory is not None:
-            known.remove(trajectory)
-            return trajectory
+        kept = next((each for each in known if each[1].ended <= begun and each[1].tokens == each[0]), None)
+        if kept is not None:
+            known.remove(kept)
+            return kept[1]
         asked = self._prompts.beginning(prompt)
-        standing = ((tokens, each) for tokens, each in asked if each.asked == tokens and each.ended <= begun)
-        if (rewritten := next(standing, None)) is not None:
-            asked.remove(rewritten)
-            tokens, earlier = rewritten
-            self._rewritten_tokens += min(len(prompt), earlier.tokens) - tokens
-        return None
+        standing = [each for each in asked if each[1].ended <= begun and each[1].asked == each[0] < len(prompt)]
+        if not standing:
+            return None
+        whole = [each for each in standing if each[1].tokens <= len(prompt)]
+        rewritten = (whole or standing)[0]
+        asked.remove(rewritten)
+        self._rewritten_tokens += min(rewritten[1].generated, len(prompt) - rewritten[0])
+        return rewritten[1] if whole else None
 
     @property
     def begun(self) -> float:

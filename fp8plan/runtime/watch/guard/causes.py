@@ -152,7 +152,7 @@ def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
 def _lost_prefixes(case: Case) -> Iterator[LikelyCause]:
     """Yield more prompt tokens that were computed again than predicted."""
     use = case.prefix_use()
-    if use is None or not use.more_than_expected:
+    if use is None or not (use.more_than_expected or use.is_rewritten):
         return
     setup = case.prediction.setup
     try:
@@ -173,7 +173,7 @@ def _small_prefix_cache(case: Case) -> Iterator[LikelyCause]:
     ran = prediction.setup
     if ran.limits.enable_prefix_caching:
         use = case.prefix_use()
-        if use is None or use.more_than_expected:
+        if use is None or use.more_than_expected or use.is_rewritten:
             return
         better, lost = with_blocks(ran, observation.blocks(prediction.ran.memory.kv)), lost_prefixes(use)
     else:

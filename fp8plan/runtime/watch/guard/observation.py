@@ -154,8 +154,8 @@ class Observation:
     preemptions:      vLLM's count during the rollout
     prefix_cache_queries, prefix_cache_hits: tokens of the requests that vLLM looked up in its prefix cache when it
                       admitted them, and those of them that it had; None: not known
-    rewritten_tokens: tokens of prompts that stand where an earlier prompt's answer stood, and are not that answer;
-                      None: not known
+    rewritten_tokens: tokens of prompts that go on from an earlier prompt, and stand in the place of its answer, without
+                      being that answer; None: not known
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
     compiled_files:   kernels compiled during it (`access.compiled_files`); None: not known
     arrival_s:        time from the first arrival of a request to the last, on the clock of `seconds`; None: not known,

@@ -67,12 +67,18 @@ class PrefixUse:
         """The share of the prompt tokens that were computed again; None: not known."""
         if self.repeated is None:
             return None
-        return max(0, self.repeated + self.rewritten - self.hits) / self.queries
+        return max(0, self.repeated - self.hits) / self.queries
 
     @property
     def more_than_expected(self) -> bool:
         """True if clearly more tokens were computed again than predicted."""
         return self.again is not None and self.again >= self.expected + LOST
+
+    @property
+    def is_rewritten(self) -> bool:
+        """True if many prompts have other tokens in the place of an answer, which no cache has."""
+        share = self.rewritten / self.queries
+        return share >= LOST and share >= (self.again or 0.0) / 2
 
     @property
     def holds(self) -> float:
@@ -87,14 +93,13 @@ def lost_prefixes(use: PrefixUse) -> Lost | None:
         if use.queries < MANY_QUERIES or use.hits >= FEW_HITS * use.queries:
             return None
         return Lost("turns and samples of one prompt would hit", f"{SAME_TOKENS}; {SAME_REPLICA}; or {MORE_ROOM}")
-    if again < LOST:
+    if again < LOST and not use.is_rewritten:
         return None
     says = f"{again:.0%} of the prompt tokens were computed again"
     if use.more_than_expected:
         says += f", {use.expected:.0%} predicted"
-    rewritten = use.rewritten / use.queries
-    if rewritten >= again / 2:
-        where = f"{rewritten:.0%} stand in the place of an answer, and are other tokens than it"
+    if use.is_rewritten:
+        where = f"{use.rewritten / use.queries:.0%} stand in the place of an answer, and are other tokens than it"
         return Lost(f"{says}; {where}", f"{SAME_TOKENS}, without a template that drops or writes them anew")
     if use.expected >= LOST and again < max(use.at_most or 0.0, use.expected) + LOST:
         return Lost(f"{says}; the cache holds {use.holds:.0%} of what waits", MORE_ROOM)

@@ -26,7 +26,7 @@ from fp8plan.runtime.watch.monitor.sinks import Callback
 
 pytestmark = pytest.mark.vllm
 
-PROMPT, GENERATED, TOOL = BLOCK_SIZE + 12, 10, 120  # tokens
+PROMPT, GENERATED, TOOL = BLOCK_SIZE + 12, BLOCK_SIZE + 2, 20  # tokens
 WAIT_S = 0.1
 # Tokens in full blocks that earlier prompts and turns have computed: of a sample beside another, and of its next turns.
 ENDS = (PROMPT + GENERATED, PROMPT + 2 * GENERATED + TOOL)
@@ -47,22 +47,27 @@ def started(prefix_caching: bool) -> Iterator[RolloutEngine]:
         engine.shutdown()
 
 
-def rolled_out(engine: RolloutEngine, first: int, rewritten: bool = False) -> Observation:
-    """Three turns of two samples of two prompts. first: a token that no other rollout's prompts begin with
+def rolled_out(
+    engine: RolloutEngine, first: int, rewritten: bool = False, generated: int = GENERATED, tool: int = TOOL
+) -> Observation:
+    """Three turns of two samples of two prompts.
 
+    first:     a token that no other rollout's prompts begin with
     rewritten: each prompt has other tokens in the place of the answers
     """
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=1.0, max_tokens=GENERATED, ignore_eos=True)
+    how = SamplingParams(temperature=1.0, max_tokens=generated, ignore_eos=True)
     contexts = [[first, sample // 2, *[(7 * n) % VOCABULARY for n in range(PROMPT - 2)]] for sample in range(4)]
     with engine.rollout():
         for turn in range(3):
             if turn:
                 time.sleep(WAIT_S)
             outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in contexts], how)
-            answers = [[3] * GENERATED if rewritten else list(output.outputs[0].token_ids) for output in outputs]
-            added = [5 + turn] * TOOL
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            if rewritten:
+                answers = [[sample] * generated for sample in range(4)]
+            added = [5 + turn] * tool
             contexts = [[*tokens, *answer, *added] for tokens, answer in zip(contexts, answers, strict=True)]
     seen = engine.observation
     assert seen is not None
@@ -93,20 +98,32 @@ def test_turns_are_observed_and_predicted_as_they_ran(tmp_path: Path) -> None:
         assert step.verdict is not None
 
         again = rolled_out(engine, 2, rewritten=True)
-        assert again.turns is None
-        assert again.rewritten_tokens == 4 * (GENERATED + TOOL) - 4 * TOOL + 4 * GENERATED
+        assert [[turn[:2] for turn in turns] for turns in again.every_turn] == [
+            [turn[:2] for turn in turns] for turns in seen.every_turn
+        ]
+        assert again.rewritten_tokens == 4 * 2 * GENERATED
+        kept = REPEATED - 4 * 2 * BLOCK_SIZE  # without a block of each answer
+        assert (again.prefix_cache_queries, again.prefix_cache_hits) == (ASKED, kept)
         named = lost(engine)
+        assert named is not None
+        share = (REPEATED - kept) / ASKED
+        assert named.says == (
+            f"{share:.0%} of the prompt tokens were computed again, 0% predicted; {8 * GENERATED / ASKED:.0%} stand in "
+            "the place of an answer, and are other tokens than it"
+        )
+        told = next(one for one in fp8plan.doctor(engine).findings if one.check == "prefix_hits")
+        assert (told.fault, told.todo) == ("prefix_cache_missed", named.todo)
+        assert told.says.endswith(f" tokens since the last rollout began were in the prefix cache; {named.says}")
     (tmp_path / "run.jsonl").write_text(json.dumps(records[0]))
     (row,) = validate(read_records(tmp_path / "run.jsonl", include_first=True)).records
     assert row["prefix_hits"] == pytest.approx(REPEATED / ASKED)
     assert row["predicted_prefix_hits"] == pytest.approx(REPEATED / ASKED)
     assert row["predicted_s"] > 2 * WAIT_S
-    print(named)
 
 
 def test_turns_without_a_prefix_cache_are_named() -> None:
     with started(prefix_caching=False) as engine:
-        seen = rolled_out(engine, 1)
+        seen = rolled_out(engine, 1, generated=4, tool=3 * BLOCK_SIZE)  # prompts take most of the time
         assert [len(turns) for turns in seen.every_turn] == [3] * 4
         assert not seen.prefix_cache_hits
         named = lost(engine)

@@ -96,14 +96,26 @@ def test_answers_that_a_template_has_rewritten_are_counted() -> None:
     """The prompt goes on after an earlier prompt with other tokens than the engine generated."""
     log = RolloutLog()
     log.add(0.0, 1.0, [Response([1, 2], [3] * 10)], Sampling())
-    log.add(2.0, 3.0, [Response([1, 2, 9, 9, 9], [4])], Sampling())  # its reasoning is dropped
+    log.add(2.0, 3.0, [Response([1, 2, 9, 9, 9], [4])], Sampling())  # its reasoning is dropped: a trajectory of its own
     assert (observed(log).turns, observed(log).rewritten_tokens) == (None, 3)
     log.add(4.0, 5.0, [Response([1, 2, 9, 9, 9, 4, 5], [6])], Sampling())
     log.add(6.0, 7.0, [Response([1, 2, 9, 9, 9, 4, 5, 8, 8], [6])], Sampling())  # 6 has become 8
     log.add(8.0, 9.0, [Response([1, 2], [3])], Sampling())  # another sample
     seen = observed(log)
-    assert [len(turns) for turns in seen.every_turn] == [1, 2, 1, 1]
+    assert [[turn[:2] for turn in turns] for turns in seen.every_turn] == [
+        [(10, 0)],
+        [(1, 1), (1, 1), (1, 0)],
+        [(1, 0)],
+    ]
     assert seen.rewritten_tokens == 3 + 1
+
+
+def test_the_prompt_of_a_trajectory_that_went_on_is_continued_by_none() -> None:
+    log = RolloutLog()
+    log.add(0.0, 1.0, [Response([1, 2], [3])], Sampling())
+    log.add(1.0, 2.0, [Response([1, 2, 3, 4], [5])], Sampling())
+    log.add(2.0, 3.0, [Response([1, 2, 8, 8, 8, 8], [5])], Sampling())
+    assert (observed(log).rewritten_tokens, len(observed(log).every_turn)) == (0, 2)
 
 
 def test_trajectories_at_once_are_counted_without_those_that_take_a_place() -> None:
