@@ -198,7 +198,7 @@ def test_a_servers_rollout_is_all_calls_of_its_client() -> None:
     engine._judge = Judge(engine)
     with engine.rollout():
         engine._count(Call(2.0, [Response([1, 2], [5] * 5), Response([1, 2], [6] * 6)], {"preemptions": 1}, Sampling()))
-        engine._count(Call(3.0, [Response([1, 2, 9], [4] * 4)], {"preemptions": 2}, Sampling()))
+        engine._count(Call(1.0, [Response([1, 2, 9], [4] * 4)], {"preemptions": 2}, Sampling()))
     engine._count(Call(9.0, [Response([1], [7] * 50)], {"preemptions": 3}, Sampling(temperature=0.0)))
     seen = engine.observation
     assert seen is not None

@@ -43,6 +43,7 @@ class Trajectory:
     begun, ended: begin of its first call, and end of its last
     answered:     end of its last response, after which a tool works
     turns:        those that were followed by another
+    taken:        a prompt goes on from its last response, whose turn is not added
     """
 
     first: int
@@ -53,11 +54,22 @@ class Trajectory:
     ended: float
     answered: float
     turns: list[Turn] = field(default_factory=list)
+    taken: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens of its last prompt and response."""
         return self.asked + self.generated
+
+    def go_on(self, asked: int, generated: int, begun: float, ended: float, answered: float) -> None:
+        """Add a turn. begun: of its call; the others: as above"""
+        self.turns.append(Turn(self.generated, asked - self.tokens, begun - self.answered))
+        self.asked, self.generated, self.ended, self.answered = asked, generated, ended, answered
+        self.taken = False
+
+    def waits(self, begun: float) -> bool:
+        """True if a call that begins then may go on from its last response."""
+        return not self.taken and self.ended <= begun
 
     @property
     def every_turn(self) -> list[Turn]:
@@ -108,11 +120,7 @@ class RolloutLog:
             return
         self.samplings.append((sampling, mode))
         # All are looked up before any is noted: responses of one call do not continue each other.
-        before = list[Trajectory | None]()
-        for response in known:
-            before.append(trajectory := self._continued(response.prompt, begun))
-            if trajectory is not None:
-                trajectory.ended = inf  # no other response continues it
+        before = [self._taken(response.prompt, begun) for response in known]
         for (prompt, answer, answered), trajectory in zip(known, before, strict=True):
             if answered is None or not begun <= answered <= ended:  # another machine's clock
                 answered = ended
@@ -121,33 +129,30 @@ class RolloutLog:
                 trajectory = Trajectory(asked, asked, generated, hash(tuple(prompt)), begun, ended, answered)
                 self.trajectories.append(trajectory)
             else:
-                added, wait_s = asked - trajectory.tokens, begun - trajectory.answered
-                trajectory.turns.append(Turn(trajectory.generated, added, wait_s))
-                trajectory.asked, trajectory.generated = asked, generated
-                trajectory.ended, trajectory.answered = ended, answered
+                trajectory.go_on(asked, generated, begun, ended, answered)
             self._sequences.at([*prompt, *answer]).append((trajectory.tokens, trajectory))
             self._prompts.at(prompt).append((asked, trajectory))
 
-    def _continued(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
-        """Take and return the trajectory that a prompt continues; None if it begins another.
+    def _taken(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
+        """Take the trajectory that a prompt continues, so that no other does; None if the prompt begins another.
 
         A prompt with other tokens in the place of the answer continues, too. If it is shorter than prompt and answer
         were, it has dropped some of the answer: then it is not known what a tool has added, and another begins.
         """
         known = self._sequences.beginning(prompt)
-        kept = next((each for each in known if each[1].ended <= begun and each[1].tokens == each[0]), None)
+        kept = next((each for tokens, each in known if each.waits(begun) and each.tokens == tokens), None)
         if kept is not None:
-            known.remove(kept)
-            return kept[1]
+            kept.taken = True
+            return kept
         asked = self._prompts.beginning(prompt)
-        standing = [each for each in asked if each[1].ended <= begun and each[1].asked == each[0] < len(prompt)]
+        standing = [each for tokens, each in asked if each.waits(begun) and each.asked == tokens < len(prompt)]
         if not standing:
             return None
-        whole = [each for each in standing if each[1].tokens <= len(prompt)]
+        whole = [each for each in standing if each.tokens <= len(prompt)]
         rewritten = (whole or standing)[0]
-        asked.remove(rewritten)
-        self._rewritten_tokens += min(rewritten[1].generated, len(prompt) - rewritten[0])
-        return rewritten[1] if whole else None
+        rewritten.taken = True
+        self._rewritten_tokens += min(rewritten.generated, len(prompt) - rewritten.asked)
+        return rewritten if whole else None
 
     @property
     def begun(self) -> float:
