@@ -70,6 +70,18 @@ def test_a_fleets_rollout_is_all_calls_in_it_and_none_outside(fleet: Any) -> Non
     assert lengths(fleet) == [8]
 
 
+def test_turns_of_a_fleets_rollout_are_trajectories_wherever_they_ran(fleet: Any) -> None:
+    """Prompts [tokens, n] are answered by ones. The second trajectory goes on at the other replica."""
+    with fleet.rollout():
+        fleet.generate([[2, 8], [3, 9]], trajectory_ids=["a", "b"])
+        fleet.generate([[2, 8, 1, 1, 5], [3, 9, 1, 1, 1]], trajectory_ids=["a", "a"])
+    seen = fleet.observation
+    assert [[turn[:2] for turn in turns] for turns in seen.every_turn] == [[(2, 1), (2, 0)], [(3, 0), (3, 0)]]
+    assert (list(seen.prompt_lengths), lengths(fleet)) == ([2, 2], [4, 6])
+    assert all(turns[0][2] >= 0 for turns in seen.every_turn)
+    assert (fleet.routing.tokens, fleet.routing.returning) == ([2, 3, 2, 3], 2)
+
+
 def replicas(fleet: Any) -> list[int]:
     return list(fleet.routing.replicas)
 
