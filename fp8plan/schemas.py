@@ -48,12 +48,15 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     keep_bf16:       first and last layers that kept their linears in BF16, and perhaps "o_proj"; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
-    turns:           turns of each response as [generated, tool, wait_s], as in fp8plan.model.turn_table.Turn.
-                     Nothing counts after a last turn. null: each response has one turn
-    concurrent:      trajectories of turns that ran at once; null: all
-    unclear_responses: responses whose turns are not known, so that all their tokens count as generated; null: none
+    turns:           turns of each response as [generated, tool, wait_s]: tokens that the engine generated, tokens that
+                     a tool or a user added then, and seconds until the next request (null: not known). Nothing counts
+                     after a last turn. null: each response has one turn
+    concurrent:      with turns: most trajectories at once, of which the next begins when one ends; null: all begin at
+                     the start
+    unclear_responses: number of responses whose turns are not known: they have one, and all tokens count as generated;
+                     null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
-    prefix_cache_queries, prefix_cache_hits: as in fp8plan.Observation
+    prefix_cache_queries, prefix_cache_hits, rewritten_tokens: as in fp8plan.Observation
     compiled_files:  kernels that were compiled meanwhile
     host_loop_s:     seconds of 20,000 turns of an empty loop of Python on the cores of front end and engine, the slower
                      (in a run file: as `fp8plan doctor --host`, at most a day before the engine started)
@@ -97,6 +100,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     preemptions: int | None = None
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
+    rewritten_tokens: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     max_cudagraph_capture_size: int | None = None
@@ -118,8 +122,9 @@ class Span(msgspec.Struct, gc=False):
 
 
 class Cause(msgspec.Struct, gc=False):
-    """One cause of a slow rollout."""
+    """One cause of a slow rollout: its kind, and a sentence."""
 
+    cause: str | None = None
     sentence: str | None = None
 
 

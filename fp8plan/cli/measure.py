@@ -138,7 +138,7 @@ def calibrate_command(
     from fp8plan.model.calibrate.profile_of import calibrate, measured_version
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.profile.library import of_another_version, own_profiles_path, profile_path
-    from fp8plan.views.report import calibration_report
+    from fp8plan.views.measured import calibration_report
 
     card = find_gpu(gpu)
     if not fit_only:

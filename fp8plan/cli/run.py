@@ -79,7 +79,7 @@ def validate_command(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        from fp8plan.views.report import validation_report
+        from fp8plan.views.measured import validation_report
 
         show(validation_report(result))
 

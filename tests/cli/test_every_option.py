@@ -259,7 +259,7 @@ CALLED: tuple[tuple[str, str, str, Any], ...] = (
     ("fp8plan.views.run_page", "", "write_report", None),
     ("fp8plan.model.validate.records", "", "read_run", MagicMock(notes=[])),
     ("fp8plan.model.validate.validate", "", "validate", MagicMock(to_dict=dict, warnings=[])),
-    ("fp8plan.views.report", "", "validation_report", "report"),
+    ("fp8plan.views.measured", "", "validation_report", "report"),
     ("fp8plan.importers.records", "", "RolloutStream", MagicMock(notes=[])),
     ("fp8plan.runtime.apply.doctor.doctor", "", "doctor", MagicMock(to_dict=dict, faults=[])),
     ("fp8plan.runtime.apply.doctor.self_test", "", "self_test", MagicMock(faults=[])),

@@ -48,7 +48,7 @@ def test_without_seconds_validate_names_them(tokenizer: str, fp8plan: Callable[.
     refused(fp8plan("validate", "run.jsonl"), "line 1", "lacks seconds")
 
 
-def test_a_recorded_rollout_of_turns_is_planned_and_not_tuned(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+def test_a_recorded_rollout_of_turns_is_planned_and_tuned(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
     row = {"prompt": 9, "prompt_id": "a", "turns": [[30, 300, None], [40, 0, 0]]}
     (tmp_path / "7.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
     done = fp8plan("import", "jsonl", tmp_path, "-o", "run.jsonl")
@@ -60,7 +60,8 @@ def test_a_recorded_rollout_of_turns_is_planned_and_not_tuned(fp8plan: Callable[
     planned = fp8plan(*words, "--tool-s", "1", "--concurrent", 1).out
     assert "140 response tokens: mean 70" in planned  # of two trajectories
     assert "the engine is idle, as all trajectories wait for tools" in planned
-    refused(fp8plan("tune", *words[1:], "--tool-s", "1"), "whose limits are not tuned yet", "fp8plan plan MODEL")
+    tuned = json.loads(fp8plan("tune", *words[1:], "--tool-s", "1", "--json").out)
+    assert tuned["workload"]["turns"]["rows"] == 2
     dropped = json.loads(fp8plan(*words, "--tool-s", "1", "--reasoning-share", 0.5, "--json").out)
     assert dropped["workload"]["turns"]["reasoning_share"] == 0.5
     Path("run.jsonl").write_text(json.dumps(json.loads(Path("run.jsonl").read_text()) | {"turns": None}))

@@ -128,31 +128,42 @@ def test_validate_keeps_records_that_are_no_run_and_the_log_says_which_was_its_f
         assert len(json.loads(fp8plan("validate", "records.jsonl", "--json").out)["records"]) == count
 
 
-def test_rollouts_of_several_turns_are_neither_validated_nor_observed(fp8plan: Callable[..., Done]) -> None:
-    """Their seconds hold waits for tools. Where the log cannot tell, a note says so."""
+def test_rollouts_of_turns_are_validated_and_observed_if_their_waits_are_known(fp8plan: Callable[..., Done]) -> None:
+    """Where the log cannot tell which tokens are a tool's, a note says so."""
     first, second, third = RECORD["response_lengths"]
-    turns = [[[first, 0, 0]], [[second - 2, 300, 2.0], [2, 0, 0]], [[third, 0, 0]]]
-    tools, unclear = {"turns": turns, "seconds": 99.0}, {"unclear_responses": 1}
-    rows = [RECORD | {"step": number} | row for number, row in enumerate(({}, tools, unclear, tools), 1)]
+
+    def turns(wait_s: float | None) -> dict[str, Any]:
+        every = [[[first, 0, 0]], [[second - 2, 300, wait_s], [2, 0, 0]], [[third, 0, 0]]]
+        return {"turns": every, "seconds": 99.0, "prefix_cache_queries": 1000, "prefix_cache_hits": 250}
+
+    unclear = {"unclear_responses": 1}
+    rows = [RECORD | {"step": number} | row for number, row in enumerate(({}, turns(2.0), unclear, turns(None)), 1)]
     Path("run.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = fp8plan("validate", "run.jsonl", "--json")
-    assert [row["line"] for row in json.loads(done.out)["records"]] == [1, 3]
+    closed, tools, _ = json.loads(done.out)["records"]
+    assert closed["predicted_s"] < 0.5
+    assert 2.0 < tools["predicted_s"] < 2.5
+    assert (tools["prefix_hits"], tools["predicted_prefix_hits"]) == (0.25, pytest.approx(0.1, abs=0.1))
+    assert "prefix_hits" not in closed
+    table = fp8plan("validate", "run.jsonl").out
+    assert "prefix hits" in table
+    assert "25.0% / " in table
     notes = [
-        "note: step 2, step 4 are left out, as their responses have several turns: their seconds hold waits for tools",
+        "note: step 4 is left out: the log does not say how long the tools took, and their seconds hold those waits",
         "note: step 3: the log cannot tell if some tokens are tool output; they count as generated",
     ]
     plan = ["plan", RECORD["model"], "--gpu", "h200", "--prompts", "2", "--response-lengths", "fixed:32"]
     observed = fp8plan(*plan, "--observed", "run.jsonl", "--json")
-    assert len(json.loads(observed.out)["anchor"]["rollouts"]) == 2
+    assert len(json.loads(observed.out)["anchor"]["rollouts"]) == 3
     for note in notes:
         assert note in done.err
         assert note in observed.err
-    Path("tools.jsonl").write_text(json.dumps(RECORD | tools))
-    parts = ("no rollout can be compared: there are several turns in line 1", "give rollouts of single turns")
+    Path("tools.jsonl").write_text(json.dumps(RECORD | turns(None)))
+    parts = ("no rollout can be compared: there are several turns in line 1", "give the seconds of each turn's wait")
     refused(fp8plan("validate", "tools.jsonl"), *parts)
-    both = [*plan[:4], "--workload", "tools.jsonl", "--observed", "tools.jsonl", "--json"]
+    both = [*plan[:4], "--workload", "tools.jsonl", "--observed", "tools.jsonl", "--tool-s", "2", "--json"]
     observed = fp8plan(*both)
-    assert "note: line 1 is left out, as its responses have several turns" in observed.err
+    assert "note: line 1 is left out: the log does not say how long the tools took" in observed.err
     assert json.loads(observed.out)["anchor"] is None
     assert json.loads(observed.out)["workload"]["turns"]["rows"] == 3
 

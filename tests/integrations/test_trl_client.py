@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError, SyncError
+from fp8plan.runtime.apply.engine.rollout_log import Response
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
@@ -66,7 +67,7 @@ def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> No
     assert (found["prompt_ids"], found["completion_ids"]) == (PROMPTS, [[7], [7]])
     assert (found["logprobs"], found["logprob_token_ids"]) == ([[[-0.25]]] * 2, [[[7]]] * 2)
     (call,) = heard
-    assert call.rows == [([1, 2], 1), ([3], 1)]
+    assert call.responses == [Response([1, 2], [7]), Response([3], [7])]
     assert call.sampling == Sampling(temperature=0.7)
 
 

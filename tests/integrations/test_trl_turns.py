@@ -191,14 +191,15 @@ def test_a_servers_rollout_is_all_calls_of_its_client() -> None:
     from fp8plan.integrations.trl.client import Call
     from fp8plan.integrations.trl.server import ServerEngine
     from fp8plan.runtime.apply.engine.judge import Judge
+    from fp8plan.runtime.apply.engine.rollout_log import Response
 
     engine = object.__new__(ServerEngine)
     engine.guard, engine.guard_off, engine._status = None, None, {"kv_cache_tokens": 640}
     engine._judge = Judge(engine)
     with engine.rollout():
-        engine._count(Call(2.0, [([1, 2], 5), ([1, 2], 6)], {"preemptions": 1}, Sampling()))
-        engine._count(Call(3.0, [([1, 2, 9], 4)], {"preemptions": 2}, Sampling()))
-    engine._count(Call(9.0, [([1], 50)], {"preemptions": 3}, Sampling(temperature=0.0)))
+        engine._count(Call(2.0, [Response([1, 2], [5] * 5), Response([1, 2], [6] * 6)], {"preemptions": 1}, Sampling()))
+        engine._count(Call(1.0, [Response([1, 2, 9], [4] * 4)], {"preemptions": 2}, Sampling()))
+    engine._count(Call(9.0, [Response([1], [7] * 50)], {"preemptions": 3}, Sampling(temperature=0.0)))
     seen = engine.observation
     assert seen is not None
     assert (list(seen.response_lengths), seen.preemptions, seen.kv_cache_tokens) == ([5, 6, 4], 3, 640)

@@ -21,7 +21,7 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.integrations.trl.settings import SAMPLED
 from fp8plan.model.limits import LIMITS
 from fp8plan.runtime.apply.doctor.over_http.answers import Models, samples, total
-from fp8plan.runtime.apply.engine.judge import COUNTERS, Row, gains
+from fp8plan.runtime.apply.engine.rollout_log import COUNTERS, Response, gains
 from fp8plan.runtime.apply.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.apply.server.rollout import SAMPLING
 from fp8plan.runtime.apply.worker.backend import StoreCommunicator, meet, send
@@ -86,13 +86,13 @@ class Call:
     """One call of `generate`.
 
     seconds:  its wall time
-    rows:     the prompt's token ids, and the tokens of the response, for each response
+    responses: all of them
     counted:  the server's counts during the call, by field of an Observation
     sampling: None: not known
     """
 
     seconds: float
-    rows: list[Row]
+    responses: list[Response]
     counted: Mapping[str, int]
     sampling: Sampling | None
 
@@ -199,15 +199,16 @@ class PlannedClient(VLLMClient):
             output = super().generate(prompts, *args, **how)
         seconds, after = time.perf_counter() - begun, self._counts()
         counted = {} if before is None or after is None else gains(before, after)
-        responses = [len(tokens) for tokens in output["completion_ids"]]
-        each = len(responses) // max(1, len(output["prompt_ids"]))
+        answers = output["completion_ids"]
+        each = len(answers) // max(1, len(output["prompt_ids"]))
         sent = [prompt for prompt in output["prompt_ids"] for _ in range(each)]
+        responses = [Response(prompt, answer) for prompt, answer in zip(sent, answers, strict=True)]
         call = arguments_of(prompts, *args, **how)
         call |= call["generation_kwargs"] or {}
         known = all(call[name] is not None for name in SAMPLED)  # None stands for the server's generation config
         sampled = Sampling.of(call) if known else None  # check_server made sure that log-probs are processed
         if self.heard is not None:
-            self.heard(Call(seconds, list(zip(sent, responses, strict=True)), counted, sampled))
+            self.heard(Call(seconds, responses, counted, sampled))
         return output
 
     def _rolled_out(self, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any] | None:

@@ -19,9 +19,10 @@ from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.runtime.apply.engine.judge import Judge, RolloutLog
+from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, facts_of
 from fp8plan.runtime.apply.engine.options import not_predicted, options_of, remarks
+from fp8plan.runtime.apply.engine.rollout_log import RolloutLog
 from fp8plan.runtime.apply.plugin import STATUS
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.watch.controller.state import Escalation
@@ -123,7 +124,7 @@ class ServerEngine:
         now = time.perf_counter()
 
         def add(log: RolloutLog) -> None:
-            log.add(now - call.seconds, now, call.rows, call.sampling)
+            log.add(now - call.seconds, now, call.responses, call.sampling)
             for name, gain in call.counted.items():
                 log.counted[name] = log.counted.get(name, 0) + gain
             log.kv_cache_tokens = self._status["kv_cache_tokens"]

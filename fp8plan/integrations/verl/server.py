@@ -14,9 +14,9 @@ from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.settings import check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.apply.engine.judge import RolloutLog
 from fp8plan.runtime.apply.engine.launch import facts_of, launch
 from fp8plan.runtime.apply.engine.returned_experts import OPTION
+from fp8plan.runtime.apply.engine.rollout_log import Response, RolloutLog
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"
@@ -78,7 +78,7 @@ class PlannedServer(vLLMHttpServer):
         """Generate one request as verl does, and count it."""
         begun, sampling = time.perf_counter(), scored(sampling_params, self.config)  # before verl removes some params
         output = await super().generate(prompt_ids, sampling_params, request_id, *args, **more)
-        self._requests.add(begun, time.perf_counter(), [(prompt_ids, len(output.token_ids))], sampling)
+        self._requests.add(begun, time.perf_counter(), [Response(prompt_ids, output.token_ids)], sampling)
         return output
 
     async def fp8plan_begin(self) -> None:

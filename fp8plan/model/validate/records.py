@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, Fp8PlanError, some
 from fp8plan.jsonl import TORN, lines, torn_note
 from fp8plan.model.cost.host import OWN
@@ -34,7 +35,7 @@ from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, che
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
-OF_TOOLS: Final = "their seconds hold waits for tools and the prefill of their output, which predictions leave out"
+NO_WAITS: Final = "the log does not say how long the tools took, and their seconds hold those waits"
 A_TURN: Final = "[generated, tool, wait_s], such as [300, 1200, 2.5], or null for a wait that is not known"
 # A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", "inside", *RECORDED)
@@ -75,7 +76,10 @@ def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
             raise ConfigError(
                 f"response {number} has {total:,} tokens in its turns, {tokens:,} in response_lengths; allowed: equal"
             )
-    return TurnTable.of(turns)._replace(concurrent=fields.get("concurrent"))
+    concurrent = fields.get("concurrent")
+    if concurrent is not None:
+        whole("concurrent", concurrent, otherwise=", or null")
+    return TurnTable.of(turns)._replace(concurrent=concurrent)
 
 
 def recorded_workload(
@@ -230,37 +234,36 @@ class Run(NamedTuple):
     without_rollout: the number of lines of steps without a rollout, which are not in `records`
     torn:            a note on a last line that breaks off, as in a run that is being written, or was killed
     first:           lines and steps of the first rollouts of an engine that are not in `records`
-    with_turns:      lines and steps of rollouts of several turns that are not in `records`
+    without_waits:   lines and steps of rollouts of turns with unknown waits, which are not in `records`
     """
 
     records: list[Record]
     without_rollout: int
     torn: str | None
     first: list[tuple[int, Any]]
-    with_turns: list[tuple[int, Any]]
+    without_waits: list[tuple[int, Any]]
 
     def compared(self) -> list[Record]:
-        """The rollouts. Raises ConfigError if there are none, as all have several turns."""
+        """The rollouts. Raises ConfigError if there are none, as no waits of turns are known."""
         if not self.records:
             raise ConfigError(
-                f"no rollout can be compared: there are several turns in {_steps(self.with_turns)}, and {OF_TOOLS}; "
-                "give rollouts of single turns"
+                f"no rollout can be compared: there are several turns in {_steps(self.without_waits)}, and {NO_WAITS}; "
+                "give the seconds of each turn's wait, [generated, tool, wait_s]"
             )
         return self.records
 
     @property
     def notes(self) -> list[str]:
         """Sentences on the lines that were left out."""
-        lines = len(self.records) + self.without_rollout + len(self.first) + len(self.with_turns)
+        lines = len(self.records) + self.without_rollout + len(self.first) + len(self.without_waits)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
         sentences = [steps] if self.without_rollout else []
         if self.first:
             are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
-        if self.with_turns:
-            alone = len(self.with_turns) == 1
-            left_out = "is left out, as its responses have" if alone else "are left out, as their responses have"
-            sentences.append(f"{_steps(self.with_turns)} {left_out} several turns: {OF_TOOLS}")
+        if self.without_waits:
+            left_out = "is left out" if len(self.without_waits) == 1 else "are left out"
+            sentences.append(f"{_steps(self.without_waits)} {left_out}: {NO_WAITS}")
         unclear = [record for record in self.records if record.fields.get("unclear_responses")]
         if unclear:
             steps = _steps([(record.line, record.fields.get("step")) for record in unclear])
@@ -277,13 +280,13 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
 
     The first rollout of an engine is left out unless `include_first`: it holds compilation and warm-up. It has the
     field `first_rollout`, or is found by `_begins` in a Monitor's records. Records that were measured one by one are
-    warm. Rollouts of several turns are left out, as predictions have no waits for tools.
+    warm. Rollouts of turns are left out if their waits are not known.
 
     Raises ConfigError naming the line and the field that cannot be used, and for a run of only first rollouts.
     """
     file = Path(path)
     records, without_rollout, torn = list[Record](), 0, None
-    first, with_turns = list[tuple[int, Any]](), list[tuple[int, Any]]()
+    first, without_waits = list[tuple[int, Any]](), list[tuple[int, Any]]()
     before: dict[str, Any] | None = None  # the Monitor's record before
     for number, fields in lines(file, "record file"):
         if fields is TORN:
@@ -301,12 +304,12 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
             first.append((number, fields.get("step")))
-        elif record.batch.turns is not None:
-            with_turns.append((number, fields.get("step")))
+        elif record.batch.turns is not None and np.isnan(record.batch.turns.wait_s).any():
+            without_waits.append((number, fields.get("step")))
         else:
             records.append(record)
-    if with_turns:
-        return Run(records, without_rollout, torn, first, with_turns)
+    if without_waits:
+        return Run(records, without_rollout, torn, first, without_waits)
     if first and not records:
         raise ConfigError(
             f"{file} has only {_steps(first)}, the first of an engine: {WARMING}; let the run go on, or give "
@@ -317,7 +320,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
         raise ConfigError(f"{file} has no records, only {steps}; {NO_ROLLOUT}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
-    return Run(records, without_rollout, torn, first, with_turns)
+    return Run(records, without_rollout, torn, first, without_waits)
 
 
 def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
@@ -384,7 +387,8 @@ def _seconds(fields: dict[str, Any]) -> float:
 def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     gpu = find_gpu(fields["gpu"]).name
     same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch[:3])]
-    same += [] if batch.turns is None else [column.tolist() for column in batch.turns[:-1]]  # records have no cap
+    if (turns := batch.turns) is not None:  # measured waits differ from run to run
+        same += [turns.first.tolist(), turns.generated.tolist(), turns.tool.tolist(), turns.concurrent]
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []

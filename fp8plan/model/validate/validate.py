@@ -182,6 +182,10 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
         "extrapolated": result.extrapolated,
         "rests_on": rollout.rests_on,
     }
+    if rollout.turns is not None:
+        queries, hits = fields.get("prefix_cache_queries"), fields.get("prefix_cache_hits")
+        row["prefix_hits"] = hits / queries if queries and hits is not None else None
+        row["predicted_prefix_hits"] = rollout.turns["hit_share"]
     return Compared(row, rollout, result.model.profile)
 
 

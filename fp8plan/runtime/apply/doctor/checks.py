@@ -32,6 +32,7 @@ from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits
 from fp8plan.runtime.watch.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.watch.guard.observation import fallback
+from fp8plan.runtime.watch.guard.prefix_cache import OFF, PrefixUse, lost_prefixes
 from fp8plan.runtime.watch.mismatch.attribution import sentence
 from fp8plan.schemas import K3
 
@@ -41,8 +42,6 @@ RECALIBRATE: Final = (
 )
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
-MANY_QUERIES: Final = 100_000  # tokens that were looked up in the prefix cache, from which on few hits are a warning
-FEW_HITS: Final = 0.01  # share of these tokens; turns, or samples of one prompt, give far more
 VLLM_NAMES: Final = {"fp8_block": "fp8_per_block"}  # vLLM's names that stand for one format of weights alone
 
 
@@ -226,20 +225,15 @@ def preemption(seen: Observed) -> Finding:
 def prefix_hits(seen: Observed) -> Finding:
     """The engine keeps prefixes, and finds some of them again."""
     if seen.facts.get("prefix_caching") is False:
-        says = "prefix caching is off: turns of a trajectory and samples of a prompt compute the same tokens again"
-        todo = "enable_prefix_caching=True; vllm serve: --enable-prefix-caching"
-        return warning("prefix_hits", "prefix_caching_off", says, todo)
+        return warning("prefix_hits", "prefix_caching_off", *OFF)
     queries, hits = seen.prefix_cache_queries, seen.prefix_cache_hits
     if not queries or hits is None:
         return unknown("prefix_hits", seen.unseen.get("counts", f"no prompt was looked up since {seen.since}"))
     says = f"{hits / queries:.1%} of {queries:,} tokens since {seen.since} were in the prefix cache"
-    if queries < MANY_QUERIES or hits >= FEW_HITS * queries:
+    lost = seen.lost_prefixes or lost_prefixes(PrefixUse(queries, hits))
+    if lost is None:
         return ok("prefix_hits", says)
-    todo = (
-        "let each turn's prompt begin with the tokens of the turns before, and route it to the same replica; or give "
-        "the KV cache more room"
-    )
-    return warning("prefix_hits", "prefix_cache_missed", f"{says}; turns and samples of one prompt would hit", todo)
+    return warning("prefix_hits", "prefix_cache_missed", f"{says}; {lost.says}", lost.todo)
 
 
 def _torn(scales: Mapping[str, float], part: str) -> bool:

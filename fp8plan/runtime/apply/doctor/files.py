@@ -17,6 +17,7 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import NO_ROLLOUT
 from fp8plan.runtime.apply.doctor.observe import Notes, Request, measured_kernels
 from fp8plan.runtime.apply.doctor.observed import Logged, Observed
+from fp8plan.runtime.watch.guard.causes import lost_prefixes_in
 from fp8plan.schemas import K3, KL_LIMIT, ROUTING_DIFFERS, RunRecord, check_version, checked
 
 # TRL's mean |log ratio|: s sqrt(2 / pi) for normal ones with standard deviation s, and their k3 is about s^2 / 2.
@@ -56,7 +57,9 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Obs
     standing = _standing(rows, path)
     notes = Notes(dict.fromkeys(("ranks", "kv_scales", *FROM_INSIDE), INSIDE))
     engine, _ = _record(_last(standing, "engine_version", "kernel_backends"), path)
-    rollout, _ = _record(_last(standing, "preemptions"), path)
+    rollout, typed = _record(_last(standing, "preemptions"), path)
+    guard = None if typed is None else typed.guard
+    verdict = None if guard is None else guard.verdict
     # The engine's facts under the names of runtime.apply.worker.facts.
     facts: dict[str, Any] = {name: engine[name] for name in ("e8m0", "enforce_eager") if name in engine}
     if engine.get("enable_prefix_caching") is not None:
@@ -79,6 +82,7 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Obs
         requests=len(rollout["response_lengths"]) if rollout.get("response_lengths") else None,
         prefix_cache_queries=rollout.get("prefix_cache_queries"),
         prefix_cache_hits=rollout.get("prefix_cache_hits"),
+        lost_prefixes=None if verdict is None else lost_prefixes_in(verdict.causes or ()),
         since=f"step {rollout.get('step')} began",
         log=_logged(standing, path),
         unseen=notes.unseen,

@@ -32,12 +32,14 @@ from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.tokens import refuse_tokens
+from fp8plan.runtime.watch.guard.causes import lost_prefixes_in
 from fp8plan.runtime.watch.guard.observation import kernel_names
 
 if TYPE_CHECKING:
     from vllm import LLM
 
     from fp8plan.runtime.apply.engine.base import AnyEngine
+    from fp8plan.runtime.watch.guard.guard import Verdict
 
 Found = TypeVar("Found")
 
@@ -81,6 +83,7 @@ def observe_engine(engine: AnyEngine, ask: Ask, request: Request) -> Observed:
     """Observe an engine of fp8plan's. ask: the function that runs procedures on it"""
     notes, setup, state = Notes(), engine.launch.setup, engine.state
     last = getattr(engine, "observation", None)  # an AsyncRolloutEngine has none: it does not know its rollouts
+    verdict: Verdict | None = getattr(engine, "verdict", None)
     sequences = engine.last_sequences if request.prompts is None else request.prompts
     most = None if engine.llm is None else getattr(engine.llm, "llm_engine", engine.llm).model_config.max_logprobs
     fields = _inside(ask, state, request, sequences, notes, most)
@@ -93,6 +96,7 @@ def observe_engine(engine: AnyEngine, ask: Ask, request: Request) -> Observed:
         requests=None if last is None else len(last.response_lengths),
         prefix_cache_queries=None if last is None else last.prefix_cache_queries,
         prefix_cache_hits=None if last is None else last.prefix_cache_hits,
+        lost_prefixes=None if verdict is None else lost_prefixes_in(verdict.causes),
         since="the last rollout began",
         version=state.version,
         refusal=state.refusal,

@@ -13,6 +13,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.watch.guard.prefix_cache import Lost
 from fp8plan.schemas import KlPart
 
 NOTHING: Final = "nothing tells"
@@ -112,6 +113,7 @@ class Observed:
     kv_amax:   layer -> largest |q|, |k|, |v| of some prompts
     preemptions, requests: their numbers since `since`
     prefix_cache_queries, prefix_cache_hits: as in Observation, since `since`
+    lost_prefixes: those of the last rollout, by its guard; None: it names none
     version:   number of the weights that should serve
     refusal:   the reason why the engine does not generate; None: it does
     weights:   those of each rank
@@ -136,6 +138,7 @@ class Observed:
     requests: int | None = None
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
+    lost_prefixes: Lost | None = None
     since: str = "the engine's start"
     version: int | None = None
     refusal: str | None = None

@@ -9,105 +9,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.engine.warm_up import compiled_files
+from fp8plan.runtime.apply.engine.rollout_log import RolloutLog, responses_of
 from fp8plan.runtime.watch.guard.guard import Judged, judged
 from fp8plan.runtime.watch.guard.observation import Observation, joined
-from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, Sampling
 
 if TYPE_CHECKING:
     from fp8plan.runtime.apply.weight_sync.state import SyncState
     from fp8plan.runtime.watch.guard.guard import Verdict
 
-# vLLM's counters, in Prometheus's default registry and on a server's /metrics -> fields of an Observation.
-COUNTERS: Final = {
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:prefix_cache_queries_total": "prefix_cache_queries",
-    "vllm:prefix_cache_hits_total": "prefix_cache_hits",
-}
 MOST: Final = 64  # rollouts that are kept for a step that does not come
 How = Literal["open", "beside", "alone"]  # a call beside the rollouts of its engine, as Judge.how says
-Row = tuple[Sequence[int], int]  # a prompt's token ids, and the tokens of one response to it
-
-
-@dataclass(slots=True)
-class RolloutLog:
-    """The calls of a rollout. A call is one `generate`, or one request of a server.
-
-    spans:           begin and end of each call, in seconds
-    rows:            tokens of the prompt and of the response, and a number for the prompt, of each response
-    samplings:       sampling parameters of each call, with the engine's logprobs_mode
-    counted:         vLLM's counts and the compiled kernels during the rollout, by field of an Observation
-    kv_cache_tokens: as in Observation
-    """
-
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    rows: list[tuple[int, int, int]] = field(default_factory=list)
-    samplings: list[tuple[Any, str]] = field(default_factory=list)
-    counted: dict[str, int] = field(default_factory=dict)
-    kv_cache_tokens: int | None = None
-    _before: dict[str, int] | None = None
-
-    def begin(self) -> None:
-        """Count what `counts` counts from now on, unless it has begun already."""
-        if self._before is None:
-            self._before = counts()
-
-    def end(self) -> None:
-        """Count up to now, if `begin` was called."""
-        if self._before is not None:
-            self.counted = gains(self._before, counts())
-
-    def add(self, begun: float, ended: float, rows: Iterable[Row], sampling: Any, mode: str = PROCESSED) -> None:
-        """Add a call, unless none of its responses has tokens. sampling, mode: as Sampling.of takes them"""
-        known = [(len(prompt), tokens, hash(tuple(prompt))) for prompt, tokens in rows if tokens]
-        if known:
-            self.spans.append((begun, ended))
-            self.rows += known
-            self.samplings.append((sampling, mode))
-
-    def observed(self) -> dict[str, Any] | None:
-        """The fields of an Observation, as plain data but for the Sampling; None without calls."""
-        if not self.rows:
-            return None
-        prompts, responses, names = zip(*self.rows, strict=True)
-        numbers: dict[int, int] = {}
-        seconds, arrival_s = busy(self.spans)
-        return {
-            "seconds": seconds,
-            "arrival_s": arrival_s if len(self.spans) > 1 else None,
-            "prompt_lengths": list(prompts),
-            "response_lengths": list(responses),
-            "prompt_ids": [numbers.setdefault(name, len(numbers)) for name in names],
-            **self.counted,
-            "kv_cache_tokens": self.kv_cache_tokens,
-            "sampling": Sampling.mixed(Sampling.of(params, mode) for params, mode in self.samplings),
-        }
-
-
-def busy(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The seconds in which at least one call ran, and those of them before the last call began.
-
-    spans: begin and end of each call
-    """
-    total, arrival, reached = 0.0, 0.0, -inf
-    for begun, ended in sorted(spans):
-        arrival = total - max(0.0, reached - begun)
-        total += max(0.0, ended - max(begun, reached))
-        reached = max(reached, ended)
-    return total, arrival
-
-
-def rows_of(outputs: Iterable[Any]) -> list[Row]:
-    """The rows of vLLM's RequestOutputs."""
-    return [(output.prompt_token_ids or (), len(each.token_ids)) for output in outputs for each in output.outputs]
 
 
 class Judge:
@@ -179,7 +97,7 @@ class Judge:
             config = front.vllm_config
             params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
             log.kv_cache_tokens = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size or None
-            log.add(begun, now, rows_of(outputs), params, config.model_config.logprobs_mode)
+            log.add(begun, now, responses_of(outputs), params, config.model_config.logprobs_mode)
             if alone:
                 self._close(log)
 
@@ -234,13 +152,12 @@ class Judge:
 
     def _close(self, log: RolloutLog) -> None:
         """Let the guard judge a rollout that has ended, while the caller goes on."""
-        if not log.rows:
+        if not log.trajectories:
             return
         log.end()
         kl_k3, self._kl_k3 = self._kl_k3, None
-        begun, ended = min(begun for begun, _ in log.spans), max(ended for _, ended in log.spans)
-        idle_s = None if self._ended is None else max(0.0, begun - self._ended - self._beside_s)
-        self._ended, self._beside_s = ended, 0.0
+        idle_s = None if self._ended is None else max(0.0, log.begun - self._ended - self._beside_s)
+        self._ended, self._beside_s = log.ended, 0.0
         clipped = () if self._state is None else tuple(self._state.kv_clipped)
 
         def observe() -> Observation | None:
@@ -261,21 +178,3 @@ class Judge:
         if self._engine.guard is not None:
             self._engine.guard_off = result.off
         return result
-
-
-def counts() -> dict[str, int]:
-    """The counts so far, by field of an Observation: COUNTERS that vLLM keeps, and compiled kernels on disk."""
-    from prometheus_client import REGISTRY
-
-    # Only these metrics: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
-    metrics = REGISTRY.restricted_registry([*COUNTERS]).collect()
-    totals = {"compiled_files": compiled_files()}
-    for sample in (sample for metric in metrics for sample in metric.samples if sample.name in COUNTERS):
-        name = COUNTERS[sample.name]
-        totals[name] = totals.get(name, 0) + int(sample.value)
-    return totals
-
-
-def gains(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """The growth of each count; 0 for one that shrank, as those of a restarted server do."""
-    return {name: max(0, count - before.get(name, 0)) for name, count in after.items()}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.runtime.apply.fleet.routing import consecutive, largest
-from fp8plan.runtime.watch.guard.observation import Observation, joined, totals
+from fp8plan.runtime.watch.guard.observation import Observation, totals
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ class Routing:
     count:           number of replicas
     observation:     of all replicas together
     parts:           replica -> the requests that it answered, in the order in which it got them
-    samples:         responses of each request that have tokens
+    tokens:          tokens generated for each request, over its samples
     expected:        tokens that were expected of each request, over its samples
     replica_seconds: replica -> wall time of its part, with that of a part that it took over
     rerouted:        requests whose replica died, which others then answered
@@ -34,7 +33,7 @@ class Routing:
     count: int
     observation: Observation
     parts: Mapping[int, Sequence[int]]
-    samples: Sequence[int]
+    tokens: Sequence[int]
     expected: Sequence[float]
     replica_seconds: Mapping[int, float]
     rerouted: int
@@ -43,8 +42,8 @@ class Routing:
     judgements: Mapping[int, Judged] = field(default_factory=dict)
 
     @classmethod
-    def joined(cls, parts: Sequence[Routing]) -> Routing:
-        """One rollout of several calls, one after the other; not judged so far."""
+    def joined(cls, parts: Sequence[Routing], observation: Observation) -> Routing:
+        """Calls one after the other as one rollout, which is not judged so far. observation: of all of them"""
         by_replica: dict[int, list[int]] = {}
         seconds: dict[int, float] = {}
         before = 0
@@ -53,12 +52,12 @@ class Routing:
                 by_replica.setdefault(number, []).extend(before + request for request in requests)
             for number, took_s in part.replica_seconds.items():
                 seconds[number] = seconds.get(number, 0.0) + took_s
-            before += len(part.samples)
+            before += len(part.tokens)
         return cls(
             count=parts[0].count,
-            observation=parts[0].observation if len(parts) == 1 else joined([part.observation for part in parts]),
+            observation=observation,
             parts=by_replica,
-            samples=[count for part in parts for count in part.samples],
+            tokens=[tokens for part in parts for tokens in part.tokens],
             expected=[tokens for part in parts for tokens in part.expected],
             replica_seconds=seconds,
             rerouted=sum(part.rerouted for part in parts),
@@ -84,13 +83,7 @@ class Routing:
     def replicas(self) -> list[int]:
         """The replica that answered each request."""
         owner = {request: replica for replica, part in self.parts.items() for request in part}
-        return [owner[request] for request in range(len(self.samples))]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens generated for each request, over its samples."""
-        lengths = self.observation.response_lengths
-        return [sum(lengths[start:stop]) for start, stop in pairwise(accumulate(self.samples, initial=0))]
+        return [owner[request] for request in range(len(self.tokens))]
 
     @property
     def routed_tokens(self) -> int:
@@ -100,14 +93,14 @@ class Routing:
     @property
     def static_tokens(self) -> int:
         """The tokens of the replica with most, had the batch been split into consecutive parts."""
-        return int(largest(consecutive(len(self.samples), self.count), self.tokens))
+        return int(largest(consecutive(len(self.tokens), self.count), self.tokens))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""
         return {
             "replicas": self.replicas,
             "expected": list(self.expected),
-            "tokens": self.tokens,
+            "tokens": list(self.tokens),
             "seconds": self.observation.seconds,
             "replica_seconds": dict(self.replica_seconds),
             "routed_tokens": self.routed_tokens,
@@ -119,7 +112,7 @@ class Routing:
 
     def __str__(self) -> str:
         """Return one line for a log."""
-        text = f"{len(self.samples)} requests in {self.observation.seconds:.3f} s; most tokens of a replica: "
+        text = f"{len(self.tokens)} requests in {self.observation.seconds:.3f} s; most tokens of a replica: "
         text += f"{self.routed_tokens:,} routed, {self.static_tokens:,} split statically"
         if self.returning:
             text += f"; {self.kept:,} of {self.returning:,} returning trajectories came to their replica"

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.apply.engine.judge import How
+from fp8plan.runtime.apply.engine.rollout_log import RolloutLog, responses_of
 from fp8plan.runtime.apply.fleet.members import Members
 from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.fleet.routing import SeenLengths, given_lengths, given_names, routed
 from fp8plan.runtime.apply.fleet.served import Served
 from fp8plan.runtime.apply.weight_sync.state import SyncState
-from fp8plan.runtime.watch.guard.observation import observation_of
+from fp8plan.runtime.watch.guard.observation import Observation, joined, observation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Rollouts:
         self._last: Routing | None = None
         self.opened = False
         self._open: list[Routing] | None = None  # the calls of the open rollout
+        self._log = RolloutLog()  # of the open rollout
         self._followed: object = None  # the weights of the last rollout; None: a step has followed
 
     @contextmanager
@@ -94,6 +96,7 @@ class Rollouts:
             yield
             return
         calls: list[Routing] = []
+        self._log = RolloutLog()
         self._last = self._last if self.opened else None
         self.opened, self._open, broken = True, calls, True
         try:
@@ -104,8 +107,11 @@ class Rollouts:
             self._members.collect(self._members.submit("close_rollout", dict.fromkeys(self._members.living, (broken,))))
         if calls:
             weights = ("weights", state.version)
-            before = [self._last] if self._last is not None and self._followed == weights else []
-            self._last, self._followed = Routing.joined([*before, *calls]), weights
+            observation = Observation(**(self._log.observed() or {}))
+            if self._last is not None and self._followed == weights:
+                calls.insert(0, self._last)
+                observation = joined([self._last.observation, observation])
+            self._last, self._followed = Routing.joined(calls, observation), weights
 
     @property
     def how(self) -> How:
@@ -148,7 +154,7 @@ class Rollouts:
         loads = requests.loads(expected)
         begun, how = time.perf_counter(), self.how
         done = dispatched(self._members, serving, requests, loads, homes, how)
-        seconds = time.perf_counter() - begun
+        ended = time.perf_counter()
         owners = {request: replica for replica, part in done.parts.items() for request in part}
         for request, output in enumerate(done.outputs):
             name = None if trajectories is None else trajectories[request]
@@ -161,9 +167,9 @@ class Rollouts:
         if any(samples) and how != "beside":
             finished = Routing(
                 count=self._members.count,
-                observation=observation_of(done.outputs, seconds),
+                observation=observation_of(done.outputs, ended - begun),
                 parts=done.parts,
-                samples=[len(some) for some in samples],
+                tokens=[sum(some) for some in samples],
                 expected=loads,
                 replica_seconds=done.seconds,
                 rerouted=done.rerouted,
@@ -174,6 +180,7 @@ class Rollouts:
                 self._last = finished
             else:
                 self._open.append(finished)
+                self._log.add(begun, ended, responses_of(done.outputs), None)
             self._seen.learn(names, [sum(some) / max(1, len(some)) for some in samples])
         return done.outputs
 

@@ -7,13 +7,12 @@ answer.
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-MOST_NAMES: Final = 1 << 20  # trajectories that are remembered by name
-MOST_BYTES: Final = 1 << 30  # of sequences that are remembered by their tokens, four for each token
+from fp8plan.runtime.apply.engine.prefixes import Prefixes
+
+MOST: Final = 1 << 20  # trajectories that are remembered by name, and sequences that are remembered by their tokens
 
 
 class Served:
@@ -21,8 +20,7 @@ class Served:
 
     def __init__(self) -> None:
         self._by_name: dict[Hashable, int] = {}
-        self._by_tokens: dict[bytes, int] = {}
-        self._bytes = 0
+        self._by_tokens = Prefixes[int]()
 
     def named(self, names: Sequence[Hashable]) -> list[int | None]:
         """Return the replica that served each trajectory last; None for a new one."""
@@ -33,54 +31,23 @@ class Served:
 
         prompts: token ids, as tuples; a text continues nothing
         """
-        known = sorted(self._by_tokens)
-        begun = [longest_prefix(known, _bytes(each)) if isinstance(each, tuple) else None for each in prompts]
-        return [None if sequence is None else self._by_tokens[sequence] for sequence in begun]
+        begun = (self._by_tokens.beginning(each) if isinstance(each, tuple) else [] for each in prompts)
+        return [replicas[-1] if replicas else None for replicas in begun]
 
     def learn(self, name: Hashable | None, sequences: Sequence[Sequence[int]], replica: int) -> None:
         """Note a request's replica. name: of its trajectory, or None; sequences: its prompt with each answer"""
         if name is not None:
             self._by_name.pop(name, None)
             self._by_name[name] = replica
-            if len(self._by_name) > MOST_NAMES:
+            if len(self._by_name) > MOST:
                 del self._by_name[next(iter(self._by_name))]
             return
         for tokens in sequences:
-            sequence = _bytes(tokens)
-            if self._by_tokens.pop(sequence, None) is None:
-                self._bytes += len(sequence)
-            self._by_tokens[sequence] = replica
-        while self._bytes > MOST_BYTES:
-            oldest = next(iter(self._by_tokens))
-            del self._by_tokens[oldest]
-            self._bytes -= len(oldest)
+            self._by_tokens.at(tokens)[:] = [replica]
+        while len(self._by_tokens) > MOST:
+            self._by_tokens.forget_oldest()
 
     def forget(self, replica: int | None = None) -> None:
         """Forget what a replica has served, whose prefix cache is lost; None: what all have."""
         self._by_name = {name: owner for name, owner in self._by_name.items() if replica not in (None, owner)}
-        self._by_tokens = {tokens: owner for tokens, owner in self._by_tokens.items() if replica not in (None, owner)}
-        self._bytes = sum(map(len, self._by_tokens))
-
-
-def longest_prefix(known: Sequence[bytes], sequence: bytes) -> bytes | None:
-    """Return the longest of the `known`, which are sorted, with which a sequence begins; None without one.
-
-    All that stand between a prefix and the sequence begin with that prefix, too. So the one before the sequence shares
-    every known prefix with it, and what both have in common is looked up next.
-    """
-    while place := bisect_right(known, sequence):
-        before = known[place - 1]
-        if sequence.startswith(before):
-            return before
-        sequence = sequence[: _common(before, sequence)]
-    return None
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """The number of leading bytes that both have."""
-    return bisect_left(range(min(len(one), len(other))), True, key=lambda last: one[: last + 1] != other[: last + 1])
-
-
-def _bytes(tokens: Sequence[int]) -> bytes:
-    """Four bytes for each token, so that a prefix of tokens is one of bytes."""
-    return array("I", tokens).tobytes()
+        self._by_tokens.keep(lambda owner: replica not in (None, owner))

@@ -1,15 +1,16 @@
 """Likely causes, from facts, why a rollout was slower than predicted, or why its FP8 gains little.
 
 Causes outside the prediction explain a gap: a compile, a kernel or scales that the profile was not
-measured with, more preemptions than the lengths call for. Causes inside the prediction explain a small gain: no CUDA
-graphs, preemptions, a small pool, batches at which FP8 is not ahead, a long tail. The cost of a cause inside is the
-difference to a prediction without it. Costs overlap (a larger pool also ends preemptions), so they do not add up. A
-tail and an idle engine are no fault: their sentences name the lever of the trainer that would gain, and its price.
+measured with, more preemptions than the lengths call for, prefixes of turns that the cache lost. Causes inside the
+prediction explain a small gain: no CUDA graphs, preemptions, a small pool, a prefix cache that is off or too small,
+batches at which FP8 is not ahead, a long tail. The cost of a cause inside is the difference to a prediction without
+it. Costs overlap (a larger pool also ends preemptions), so they do not add up. A tail and an idle engine are no fault:
+their sentences name the lever of the trainer that would gain, and its price.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from statistics import median
@@ -25,6 +26,8 @@ from fp8plan.model.rollout import TAIL_SHARE, Simulated
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.cut import bias, cut_after
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
+from fp8plan.runtime.watch.guard.prefix_cache import OFF, Lost, PrefixUse, lost_prefixes, prefix_use
+from fp8plan.schemas import Cause as Logged
 
 # Preemptions per response. The predicted schedule is never wrong by so many.
 MANY_PREEMPTIONS: Final = 0.05
@@ -44,6 +47,7 @@ class Cause(StrEnum):
     KERNEL_FALLBACK = "kernel_fallback"
     E8M0 = "e8m0"
     KV_POOL = "kv_pool"
+    PREFIX = "prefix"
     TAIL = "tail"
     IDLE = "idle"
     ARRIVALS = "arrivals"
@@ -91,6 +95,15 @@ class Case(NamedTuple):
         """The least cost of a cause within the prediction, in seconds."""
         return LEAST_LOSS * self.prediction.makespan_s
 
+    def prefix_use(self, smaller: Simulated | None = None) -> PrefixUse | None:
+        """The use of the prefix cache by turns; None without turns, counts or a cache. smaller: as in `prefix_use`"""
+        seen, rewritten = self.observation, self.observation.rewritten_tokens or 0
+        queries, hits = seen.prefix_cache_queries, seen.prefix_cache_hits
+        caching = self.prediction.setup.limits.enable_prefix_caching
+        if not queries or hits is None or not caching or (seen.turns is None and not rewritten):
+            return None
+        return prefix_use(seen.batch, (queries, hits), rewritten, self.prediction.ran, smaller)
+
     def again(self, setup: EngineSetup) -> Simulated:
         """The same work predicted on another engine."""
         return again(setup, self.observation, self.profile, self.prediction.ran.schedules)
@@ -101,7 +114,7 @@ def causes(case: Case) -> tuple[LikelyCause, ...]:
 
     Without an anchor a gap may be the profile's, so it is not UNKNOWN.
     """
-    likely = [*_of_the_engine(case)]
+    likely = [*_of_the_engine(case), *_lost_prefixes(case)]
     if not case.as_fast:
         likely += _disturbances(case)
         known = [each for each in likely if each.gap]
@@ -111,7 +124,7 @@ def causes(case: Case) -> tuple[LikelyCause, ...]:
         if late and rest >= case.gap_s / 2 and case.anchored:
             text = f"{seconds(rest)} s more than predicted, and nothing that was looked at explains it"
             likely.append(LikelyCause(Cause.UNKNOWN, f"{text}: {_looking(case.facts)}"))
-    inside = (*_in_the_prediction(case), *_tail(case))
+    inside = (*_in_the_prediction(case), *_small_prefix_cache(case), *_tail(case))
     likely += [each for each in inside if (each.lost_s or 0.0) >= case.least_s]
     likely += (*_no_gain(case), *_idle(case))
     return tuple(sorted(likely, key=lambda each: (not each.gap, -(each.lost_s or 0.0))))
@@ -134,6 +147,50 @@ def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
             "VLLM_USE_DEEP_GEMM_E8M0=0 before vLLM is imported"
         )
         yield LikelyCause(Cause.E8M0, text, gap=False)
+
+
+def _lost_prefixes(case: Case) -> Iterator[LikelyCause]:
+    """Yield more prompt tokens that were computed again than predicted."""
+    use = case.prefix_use()
+    if use is None or not (use.more_than_expected or use.is_rewritten):
+        return
+    setup = case.prediction.setup
+    try:
+        smaller = case.again(with_blocks(setup, case.prediction.ran.memory.kv.usable_blocks // 2))
+    except CapacityError:
+        smaller = None
+    use = case.prefix_use(smaller)
+    lost = None if use is None else lost_prefixes(use)
+    if lost is not None:
+        yield LikelyCause(Cause.PREFIX, lost.sentence)
+
+
+def _small_prefix_cache(case: Case) -> Iterator[LikelyCause]:
+    """Yield a prefix cache that is off or too small for the turns, as predicted."""
+    prediction, observation = case.prediction, case.observation
+    if observation.turns is None:
+        return
+    ran = prediction.setup
+    if ran.limits.enable_prefix_caching:
+        use = case.prefix_use()
+        if use is None or use.more_than_expected or use.is_rewritten:
+            return
+        better, lost = with_blocks(ran, observation.blocks(prediction.ran.memory.kv)), lost_prefixes(use)
+    else:
+        better, lost = replace(ran, limits=replace(ran.limits, enable_prefix_caching=True)), OFF
+    if lost is None:
+        return
+    least = case.again(better).rollout.makespan_s
+    times = f"{seconds(prediction.makespan_s)} s predicted, {seconds(least)} s with all prefixes kept"
+    text = f"{lost.says}; {times}: {lost.todo}"
+    yield LikelyCause(Cause.PREFIX, text, prediction.makespan_s - least, gap=False)
+
+
+def lost_prefixes_in(named: Iterable[LikelyCause | Logged]) -> Lost | None:
+    """The lost prefixes among the causes of a verdict, or of a logged one; None without any."""
+    sentences = (each.sentence for each in named if each.cause == Cause.PREFIX)
+    sentence = next(sentences, None)
+    return None if sentence is None else Lost.of(sentence)
 
 
 def _disturbances(case: Case) -> Iterator[LikelyCause]:
@@ -202,9 +259,9 @@ def _in_the_prediction(case: Case) -> Iterator[LikelyCause]:
         )
         yield LikelyCause(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
     yield from _larger_graphs(case)
-    if prediction.rollout.preemptions:
-        pairs = zip(case.observation.prompt_lengths, case.observation.response_lengths, strict=True)
-        blocks = sum(prediction.ran.memory.kv.blocks_of_request(sum(pair)) for pair in pairs)
+    few = prediction.rollout.preemptions <= MANY_PREEMPTIONS * len(case.observation.response_lengths)
+    if prediction.rollout.preemptions and not (few and case.observation.turns):  # a small pool costs turns prefixes
+        blocks = case.observation.blocks(prediction.ran.memory.kv)
         roomy = case.again(with_blocks(prediction.setup, blocks)).rollout
         fewer = _fewer_at_once(case) if makespan - roomy.makespan_s >= case.least_s else ""
         text = (
@@ -264,8 +321,9 @@ def _tail(case: Case) -> Iterator[LikelyCause]:
     ran, batch = case.prediction.ran, case.observation.batch
     rollout, responses = ran.rollout, len(batch.responses)
     last = max(1, round(ABORTED * responses))
-    sampled = any(plan.sampled for plan in ran.schedules)  # then it is not known when each response ends
-    if rollout.tail_fraction <= TAIL_SHARE or last == responses or sampled:
+    # Of a sample it is not known when each response ends; of turns not what a cut changes.
+    unknown = any(plan.sampled or plan.timed for plan in ran.schedules)
+    if rollout.tail_fraction <= TAIL_SHARE or last == responses or unknown:
         return
     cut = cut_after(responses - last, batch.split(len(ran.schedules)), ran.schedules, ran.model)
     saved, lost = rollout.makespan_s - cut.rollout.makespan_s, bias(batch.responses, cut.ended)

@@ -237,7 +237,7 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
 
 def teaches(observation: Observation, verdict: Verdict) -> bool:
     """True for a rollout that may correct the prediction: no disturbance and no other FP8 kernel explains its gap."""
-    disturbed = any(each.gap and each.cause == Cause.PREEMPTION for each in verdict.causes)
+    disturbed = any(each.gap and each.cause in (Cause.PREEMPTION, Cause.PREFIX) for each in verdict.causes)
     return verdict.as_fast is not False and not observation.compiled_files and not disturbed
 
 

@@ -20,12 +20,14 @@ from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.distributions import MOST_TOKENS
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import turns_of
 from fp8plan.model.workload import Batch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
@@ -55,7 +57,9 @@ KNOWN_FOR: Final = {
     "(?i)triton": ", which is portable and seldom tuned for a shape",
 }
 
-COUNTS: Final = ("preemptions", "prefix_cache_queries", "prefix_cache_hits", "compiled_files")  # of an Observation
+COUNTS: Final = (  # of an Observation
+    "preemptions", "prefix_cache_queries", "prefix_cache_hits", "rewritten_tokens", "compiled_files",
+)  # fmt: skip
 FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
 RANGES: Final[dict[str, Range]] = {
     "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
@@ -141,12 +145,17 @@ class EngineFacts:
 class Observation:
     """Measurements of one rollout: all calls of `generate()` that belong to one batch.
 
-    seconds:          time in which its calls ran
-    prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
+    seconds:          time in which its calls ran, or the tools between them
+    prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,). Of a trajectory
+                      of several turns they are those of the first prompt, and those that all its turns generated
     prompt_ids:       a number for each response, the same for the same prompt; None: all prompts differ
+    turns:            the turns of each trajectory, as in RolloutRecord; None: each response has one
+    concurrent:       most trajectories at once, as in RolloutRecord
     preemptions:      vLLM's count during the rollout
     prefix_cache_queries, prefix_cache_hits: tokens of the requests that vLLM looked up in its prefix cache when it
                       admitted them, and those of them that it had; None: not known
+    rewritten_tokens: tokens of prompts that go on from an earlier prompt, and stand in the place of its answer, without
+                      being that answer; None: not known
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
     compiled_files:   kernels compiled during it (`access.compiled_files`); None: not known
     arrival_s:        time from the first arrival of a request to the last, on the clock of `seconds`; None: not known,
@@ -166,6 +175,7 @@ class Observation:
     preemptions: int = 0
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
+    rewritten_tokens: int | None = None
     kv_cache_tokens: int | None = None
     compiled_files: int | None = None
     arrival_s: float | None = None
@@ -173,6 +183,8 @@ class Observation:
     kl_k3: float | None = None
     sampling: Sampling | None = None
     kv_clipped: Sequence[str] = ()
+    turns: Sequence[Sequence[tuple[int, int, float | None]]] | None = None
+    concurrent: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling", Sampling.of(self.sampling))
@@ -191,6 +203,7 @@ class Observation:
             raise ConfigError(
                 f"prompt_lengths, response_lengths and prompt_ids count {counts}; allowed: as many of each"
             )
+        assert self.batch is not None  # raises ConfigError for impossible turns
 
     def after(self, since_s: float | None) -> Observation:
         """The same with `idle_s`, unless it is known. since_s: from the end of the rollout before to its own end"""
@@ -213,6 +226,15 @@ class Observation:
         queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
         return None if not queries or hits is None else hits / queries
 
+    def blocks(self, kv: KvPlan) -> int:
+        """The KV blocks that hold all responses at once, if none shares a prefix."""
+        return sum(kv.blocks_of_request(tokens) for tokens in self.batch.lengths.tolist())
+
+    @property
+    def every_turn(self) -> Sequence[Sequence[tuple[int, int, float | None]]]:
+        """The turns of each response, also of those with one."""
+        return [[(tokens, 0, 0.0)] for tokens in self.response_lengths] if self.turns is None else self.turns
+
     @property
     def batch(self) -> Batch:
         ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
@@ -220,6 +242,7 @@ class Observation:
             np.asarray(self.prompt_lengths, dtype=np.int64),
             np.asarray(self.response_lengths, dtype=np.int64),
             np.unique(list(ids), return_inverse=True)[1].astype(np.int64),
+            turns_of({name: getattr(self, name) for name in ("turns", "concurrent", "response_lengths")}),
         )
 
 
@@ -248,6 +271,10 @@ def joined(parts: Sequence[Observation]) -> Observation:
     Their arrivals are counted on the clock of the summed seconds. The same prompt in two parts counts as two.
     """
     first, last = parts[0], parts[-1]
+    turns, at_once = None, None
+    if any(part.turns is not None for part in parts):
+        turns = [trajectory for part in parts for trajectory in part.every_turn]
+        at_once = max(part.batch.at_once for part in parts)
     ids: list[int] = []
     for part in parts:
         own = range(len(part.prompt_lengths)) if part.prompt_ids is None else part.prompt_ids
@@ -259,8 +286,10 @@ def joined(parts: Sequence[Observation]) -> Observation:
         prompt_lengths=[tokens for part in parts for tokens in part.prompt_lengths],
         response_lengths=[tokens for part in parts for tokens in part.response_lengths],
         prompt_ids=ids,
+        turns=turns,
+        concurrent=at_once,
         **totals(parts),
-        arrival_s=seconds - last.seconds + (last.arrival_s or 0.0),
+        arrival_s=seconds - last.seconds + (last.arrival_s or 0.0) if turns is None else None,
         idle_s=first.idle_s,
         kl_k3=next((part.kl_k3 for part in reversed(parts) if part.kl_k3 is not None), None),
         sampling=Sampling.mixed(part.sampling for part in parts),

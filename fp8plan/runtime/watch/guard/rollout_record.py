@@ -11,6 +11,7 @@ from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.runtime.watch.guard.observation import COUNTS, EngineFacts, Observation
+from fp8plan.schemas import LENGTHS
 
 
 def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
@@ -18,11 +19,10 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
     row: dict[str, Any] = {} if facts is None else _engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
         return {**row, **(rollout or {})}
-    numbers = ("seconds", *COUNTS, "arrival_s", "idle_s")
+    numbers = ("seconds", *COUNTS, "arrival_s", "idle_s", "concurrent")
     row |= {name: getattr(rollout, name) for name in numbers}
-    row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
-    if rollout.prompt_ids is not None:
-        row["prompt_ids"] = list(rollout.prompt_ids)
+    lengths = {name: getattr(rollout, name) for name in LENGTHS}
+    row |= {name: list(each) for name, each in lengths.items() if each is not None}
     if rollout.sampling is not None:
         row["sampling"] = asdict(rollout.sampling)
     return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}

@@ -17,6 +17,7 @@ import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.doctor.over_http.answers import Completion, Info, facts_of, output_of, samples, total
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm
+from fp8plan.runtime.watch.guard.prefix_cache import PrefixUse, lost_prefixes
 
 # As a Monitor's record has them (fp8plan.schemas.RunRecord).
 RECORD: dict[str, Any] = {
@@ -79,7 +80,22 @@ def test_a_run_file_tells_the_hits_of_the_prefix_cache(tmp_path: Path) -> None:
     state, says = told(tmp_path / "run.jsonl", RECORD | counted)["prefix_hits"]
     assert (state, says.partition(" were")[0]) == ("warning", "0.5% of 500,000 tokens since step 4 began")
     state, says = told(tmp_path / "run.jsonl", RECORD | counted | {"enable_prefix_caching": False})["prefix_hits"]
-    assert (state, says.partition(":")[0]) == ("warning", "prefix caching is off")
+    assert (state, says.partition(",")[0]) == ("warning", "prefix caching is off")
+
+
+def test_lost_prefixes_are_told_as_the_guard_told_them(tmp_path: Path) -> None:
+    lost = lost_prefixes(PrefixUse(500_000, 300_000, repeated=450_000, expected=0.3))
+    assert lost is not None
+    assert lost.says == "30% of the prompt tokens were computed again; the cache holds 67% of what waits"
+    causes = [{"cause": "tail", "sentence": "a tail"}, {"cause": "prefix", "sentence": lost.sentence, "lost_s": 3.0}]
+    counted = {"prefix_cache_queries": 500_000, "prefix_cache_hits": 300_000}
+    (tmp_path / "run.jsonl").write_text(json.dumps(RECORD | counted | {"guard": {"verdict": {"causes": causes}}}))
+    named = next(one for one in fp8plan.doctor(str(tmp_path / "run.jsonl")).findings if one.check == "prefix_hits")
+    assert named.state.value == "warning"
+    assert named.says == f"60.0% of 500,000 tokens since step 4 began were in the prefix cache; {lost.says}"
+    assert named.todo == lost.todo == "run fewer trajectories at once, or give the KV cache more room"
+    causes.pop()
+    assert told(tmp_path / "run.jsonl", RECORD | counted)["prefix_hits"][0] == "ok"
 
 
 def test_a_monitor_without_an_engine_knows_no_preemptions(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.profile import PACES
 from fp8plan.runtime.apply.engine import judge as judging
+from fp8plan.runtime.apply.engine import rollout_log
 from fp8plan.runtime.apply.engine.base import EngineBase
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.engine.judge import Judge, RolloutLog, busy
+from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
@@ -49,7 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(judging, "time", SimpleNamespace(perf_counter=found))
-    monkeypatch.setattr(judging, "counts", dict)
+    monkeypatch.setattr(rollout_log, "counts", dict)
     return found
 
 
@@ -275,40 +276,6 @@ def test_a_monitor_says_once_that_a_batch_is_not_the_rollout(clock: Clock) -> No
     call(engine, 30)
     assert step_of(monitor, tokens)[1] == []
     engine._judge.close()
-
-
-def test_busy_seconds_are_those_in_which_a_call_ran() -> None:
-    assert busy([(0.0, 5.0)]) == (5.0, 0.0)
-    assert busy([(0.0, 5.0), (10.0, 12.0)]) == (7.0, 5.0)  # one after the other, and tools between
-    assert busy([(1.0, 6.0), (0.0, 5.0), (2.0, 3.0)]) == (6.0, 2.0)  # requests at once
-    assert busy([(0.0, 4.0), (1.0, 9.0), (20.0, 21.0), (20.5, 25.0)]) == (14.0, 9.5)
-
-
-def test_a_log_numbers_prompts_and_leaves_out_what_has_no_tokens() -> None:
-    log = RolloutLog()
-    assert log.observed() is None
-    log.add(0.0, 2.0, [([1, 2], 4), ([1, 2], 0), ([3], 5)], Sampling())
-    log.add(2.0, 9.0, [([3], 0)], Sampling(top_p=0.5))
-    log.add(3.0, 5.0, [([1, 2], 6)], {"temperature": 0.7})
-    seen = log.observed()
-    assert seen is not None
-    assert (seen["prompt_ids"], seen["prompt_lengths"], seen["response_lengths"]) == ([0, 1, 0], [2, 1, 2], [4, 5, 6])
-    assert (seen["seconds"], seen["arrival_s"]) == (4.0, 2.0)
-    assert Observation(**seen).sampling == Sampling(temperature=0.7)
-
-
-def test_a_log_has_the_growth_of_each_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = RolloutLog()
-    log.add(0.0, 2.0, [([1, 2], 4)], Sampling())
-    log.end()
-    assert log.counted == {}  # nobody has begun to count
-    so_far = [{"preemptions": 5, "compiled_files": 3}, {"preemptions": 9, "compiled_files": 2, "prefix_cache_hits": 7}]
-    monkeypatch.setattr(judging, "counts", lambda: so_far.pop(0))
-    log.begin()
-    log.begin()
-    log.end()
-    seen = Observation(**log.observed())  # type: ignore[arg-type]
-    assert (seen.preemptions, seen.compiled_files, seen.prefix_cache_hits, seen.prefix_cache_queries) == (4, 0, 7, None)
 
 
 def test_rollouts_one_after_the_other_are_joined() -> None:

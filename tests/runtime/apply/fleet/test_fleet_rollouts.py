@@ -15,7 +15,7 @@ from fp8plan.runtime.apply.fleet.members import Replica
 from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.guard.guard import Judged
-from fp8plan.runtime.watch.guard.observation import Observation
+from fp8plan.runtime.watch.guard.observation import Observation, joined
 
 
 @pytest.fixture
@@ -68,6 +68,18 @@ def test_a_fleets_rollout_is_all_calls_in_it_and_none_outside(fleet: Any) -> Non
     with fleet.rollout():
         fleet.generate([[8, 8]])
     assert lengths(fleet) == [8]
+
+
+def test_turns_of_a_fleets_rollout_are_trajectories_wherever_they_ran(fleet: Any) -> None:
+    """Prompts [tokens, n] are answered by ones. The second trajectory goes on at the other replica."""
+    with fleet.rollout():
+        fleet.generate([[2, 8], [3, 9]], trajectory_ids=["a", "b"])
+        fleet.generate([[2, 8, 1, 1, 5], [3, 9, 1, 1, 1]], trajectory_ids=["a", "a"])
+    seen = fleet.observation
+    assert [[turn[:2] for turn in turns] for turns in seen.every_turn] == [[(2, 1), (2, 0)], [(3, 0), (3, 0)]]
+    assert (list(seen.prompt_lengths), lengths(fleet)) == ([2, 2], [4, 6])
+    assert all(turns[0][2] >= 0 for turns in seen.every_turn)
+    assert (fleet.routing.tokens, fleet.routing.returning) == ([2, 3, 2, 3], 2)
 
 
 def replicas(fleet: Any) -> list[int]:
@@ -138,10 +150,10 @@ def test_one_replica_does_not_keep_all_that_return(fleet: Any) -> None:
 
 def test_calls_of_a_rollout_are_one_in_the_report() -> None:
     earlier, later = Observation(3.0, [1, 1, 1], [4, 5, 6]), Observation(2.0, [1], [7])
-    first = Routing(2, earlier, {0: [0], 1: [1]}, [1, 2], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1, returning=2, kept=1)
-    last = Routing(2, later, {1: [0]}, [1], [8.0], {1: 2.0}, 0, returning=1, kept=1)
-    both = Routing.joined([first, last])
-    assert (both.parts, both.samples, both.expected) == ({0: [0], 1: [1, 2]}, [1, 2, 1], [9.0, 9.0, 8.0])
+    first = Routing(2, earlier, {0: [0], 1: [1]}, [4, 11], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1, returning=2, kept=1)
+    last = Routing(2, later, {1: [0]}, [7], [8.0], {1: 2.0}, 0, returning=1, kept=1)
+    both = Routing.joined([first, last], joined([earlier, later]))
+    assert (both.parts, both.tokens, both.expected) == ({0: [0], 1: [1, 2]}, [4, 11, 7], [9.0, 9.0, 8.0])
     assert (both.replica_seconds, both.rerouted) == ({0: 3.0, 1: 4.0}, 1)
     assert (both.returning, both.kept) == (3, 2)
     assert (both.observation.seconds, list(both.observation.response_lengths)) == (5.0, [4, 5, 6, 7])

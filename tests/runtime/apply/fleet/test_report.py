@@ -15,11 +15,10 @@ LONG = (9000, 8000)
 RESPONSES = (*LONG, *[200] * 14)  # both long ones in the first half
 
 
-def finished(parts: dict[int, list[int]], samples: int = 1) -> Routing:
+def finished(parts: dict[int, list[int]]) -> Routing:
     rows = len(RESPONSES)
     seen = Observation(60.0, [100] * rows, RESPONSES, list(range(rows)))
-    requests = rows // samples
-    return Routing(2, seen, parts, [samples] * requests, [200.0] * requests, {0: 59.0, 1: 60.0}, 0)
+    return Routing(2, seen, parts, RESPONSES, [200.0] * rows, {0: 59.0, 1: 60.0}, 0)
 
 
 APART = {0: [0, *range(2, 9)], 1: [1, *range(9, 16)]}
@@ -36,10 +35,6 @@ def test_two_long_responses_apart_have_fewer_tokens_than_together() -> None:
 def test_a_split_that_is_the_static_one_gains_nothing() -> None:
     routing = finished(dict(enumerate(consecutive(16, 2))))
     assert routing.routed_tokens == routing.static_tokens
-
-
-def test_samples_of_a_request_go_together() -> None:
-    assert finished({0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}, samples=2).tokens == [17_000, *[400] * 7]
 
 
 def test_the_observation_adds_up_what_the_replicas_saw() -> None:

@@ -5,19 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8plan.runtime.apply.fleet import served
-from fp8plan.runtime.apply.fleet.served import Served, longest_prefix
-
-SEQUENCES = st.lists(st.binary(max_size=6).map(lambda some: bytes(byte % 3 for byte in some)), max_size=12)
-
-
-@given(SEQUENCES, SEQUENCES.map(b"".join))
-def test_the_longest_prefix_is_that_of_a_plain_search(known: list[bytes], sequence: bytes) -> None:
-    prefixes = [each for each in known if sequence.startswith(each)]
-    assert longest_prefix(sorted(known), sequence) == max(prefixes, key=len, default=None)
+from fp8plan.runtime.apply.fleet.served import Served
 
 
 def test_a_prompt_continues_the_longest_sequence_that_it_begins_with() -> None:
@@ -46,10 +36,9 @@ def test_names_are_those_of_the_caller() -> None:
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "MOST_BYTES", 40)
-    monkeypatch.setattr(served, "MOST_NAMES", 2)
+    monkeypatch.setattr(served, "MOST", 2)
     memory, longs = Served(), [[number] * 4 for number in range(3)]
-    found: list[Any] = [*longs[:2], longs[0], longs[2]]  # 16 bytes each
+    found: list[Any] = [*longs[:2], longs[0], longs[2]]
     for sequence in found:
         memory.learn(None, [sequence], 0)
     assert memory.continued([tuple(sequence) for sequence in longs]) == [0, None, 0]

@@ -1,0 +1,243 @@
+"""The requests of a rollout, put together to trajectories of turns, with the seconds in which they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+from typing import Any, Final, NamedTuple
+
+from fp8plan.model.turn_table import Turn
+from fp8plan.runtime.apply.engine.prefixes import Prefixes
+from fp8plan.runtime.apply.engine.warm_up import compiled_files
+from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, Sampling
+
+# vLLM's counters, in Prometheus's default registry and on a server's /metrics -> fields of an Observation.
+COUNTERS: Final = {
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:prefix_cache_queries_total": "prefix_cache_queries",
+    "vllm:prefix_cache_hits_total": "prefix_cache_hits",
+}
+
+
+class Response(NamedTuple):
+    """One response to a request.
+
+    prompt, answer: token ids
+    ended_s:        its end, on the clock of its call; None: not known
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    ended_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """A response, and those whose prompts go on from it.
+
+    first, asked: tokens of its first prompt, and of its last
+    generated:    tokens of its last response
+    name:         a number for its first prompt
+    begun, ended: begin of its first call, and end of its last
+    answered:     end of its last response, after which a tool works
+    turns:        those that were followed by another
+    taken:        a prompt goes on from its last response, whose turn is not added
+    """
+
+    first: int
+    asked: int
+    generated: int
+    name: int
+    begun: float
+    ended: float
+    answered: float
+    turns: list[Turn] = field(default_factory=list)
+    taken: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its last prompt and response."""
+        return self.asked + self.generated
+
+    def go_on(self, asked: int, generated: int, begun: float, ended: float, answered: float) -> None:
+        """Add a turn. begun: of its call; the others: as above"""
+        self.turns.append(Turn(self.generated, asked - self.tokens, begun - self.answered))
+        self.asked, self.generated, self.ended, self.answered = asked, generated, ended, answered
+        self.taken = False
+
+    def waits(self, begun: float) -> bool:
+        """True if a call that begins then may go on from its last response."""
+        return not self.taken and self.ended <= begun
+
+    @property
+    def every_turn(self) -> list[Turn]:
+        """All turns. No tool follows the last one."""
+        return [*self.turns, Turn(self.generated, 0, 0.0)]
+
+
+@dataclass(slots=True)
+class RolloutLog:
+    """The calls of a rollout. A call is one `generate`, or one request of a server.
+
+    trajectories:    in order of the ends of their first calls
+    samplings:       sampling parameters of each call, with the engine's logprobs_mode
+    counted:         vLLM's counts and the compiled kernels during the rollout, by field of an Observation
+    kv_cache_tokens: as in Observation
+    """
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    samplings: list[tuple[Any, str]] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)
+    kv_cache_tokens: int | None = None
+    # Trajectories by their prompt with its last answer, and by their last prompt alone, with the tokens of these.
+    _sequences: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
+    _prompts: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
+    _rewritten_tokens: int = 0  # as in Observation
+    _before: dict[str, int] | None = None
+
+    def begin(self) -> None:
+        """Count what `counts` counts from now on, unless it has begun already."""
+        if self._before is None:
+            self._before = counts()
+
+    def end(self) -> None:
+        """Count up to now, if `begin` was called."""
+        if self._before is not None:
+            self.counted = gains(self._before, counts())
+
+    def add(
+        self, begun: float, ended: float, responses: Iterable[Response], sampling: Any, mode: str = PROCESSED
+    ) -> None:
+        """Add a call, unless none of its responses has tokens.
+
+        begun, ended:   of the call, in seconds
+        sampling, mode: as Sampling.of takes them
+        """
+        known = [response for response in responses if len(response.answer)]
+        if not known:
+            return
+        self.samplings.append((sampling, mode))
+        # All are looked up before any is noted: responses of one call do not continue each other.
+        before = [self._taken(response.prompt, begun) for response in known]
+        for (prompt, answer, answered), trajectory in zip(known, before, strict=True):
+            if answered is None or not begun <= answered <= ended:  # another machine's clock
+                answered = ended
+            asked, generated = len(prompt), len(answer)
+            if trajectory is None:
+                trajectory = Trajectory(asked, asked, generated, hash(tuple(prompt)), begun, ended, answered)
+                self.trajectories.append(trajectory)
+            else:
+                trajectory.go_on(asked, generated, begun, ended, answered)
+            self._sequences.at([*prompt, *answer]).append((trajectory.tokens, trajectory))
+            self._prompts.at(prompt).append((asked, trajectory))
+
+    def _taken(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
+        """Take the trajectory that a prompt continues, so that no other does; None if the prompt begins another.
+
+        A prompt with other tokens in the place of the answer continues, too. If it is shorter than prompt and answer
+        were, it has dropped some of the answer: then it is not known what a tool has added, and another begins.
+        """
+        known = self._sequences.beginning(prompt)
+        kept = next((each for tokens, each in known if each.waits(begun) and each.tokens == tokens), None)
+        if kept is not None:
+            kept.taken = True
+            return kept
+        asked = self._prompts.beginning(prompt)
+        standing = [each for tokens, each in asked if each.waits(begun) and each.asked == tokens < len(prompt)]
+        if not standing:
+            return None
+        whole = [each for each in standing if each.tokens <= len(prompt)]
+        rewritten = (whole or standing)[0]
+        rewritten.taken = True
+        self._rewritten_tokens += min(rewritten.generated, len(prompt) - rewritten.asked)
+        return rewritten if whole else None
+
+    @property
+    def begun(self) -> float:
+        """The begin of the first call."""
+        return min(each.begun for each in self.trajectories)
+
+    @property
+    def ended(self) -> float:
+        """The end of the last call."""
+        return max(each.ended for each in self.trajectories)
+
+    def observed(self) -> dict[str, Any] | None:
+        """The fields of an Observation, as plain data but for the Sampling; None without calls."""
+        if not self.trajectories:
+            return None
+        every = sorted(self.trajectories, key=lambda trajectory: trajectory.begun)
+        numbers: dict[int, int] = {}
+        spans = [(each.begun, each.ended) for each in every]
+        seconds, arrival_s = busy(spans)
+        fields: dict[str, Any] = {
+            "seconds": seconds,
+            "arrival_s": arrival_s if len({each.begun for each in every}) > 1 else None,
+            "prompt_lengths": [each.first for each in every],
+            "response_lengths": [sum(turn.generated for turn in each.every_turn) for each in every],
+            "prompt_ids": [numbers.setdefault(each.name, len(numbers)) for each in every],
+            "rewritten_tokens": self._rewritten_tokens,
+            **self.counted,
+            "kv_cache_tokens": self.kv_cache_tokens,
+            "sampling": Sampling.mixed(Sampling.of(params, mode) for params, mode in self.samplings),
+        }
+        if any(each.turns for each in every):
+            fields["turns"] = [each.every_turn for each in every]
+            at_once = most_at_once(spans)
+            if at_once < len(every):  # each of the others begins when one ends, as the prediction has it
+                fields |= {"concurrent": at_once, "arrival_s": None}
+        return fields
+
+
+def busy(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The seconds in which at least one span ran, and those of them before the last one began.
+
+    spans: begin and end of each
+    """
+    total, arrival, reached = 0.0, 0.0, -inf
+    for begun, ended in sorted(spans):
+        arrival = total - max(0.0, reached - begun)
+        total += max(0.0, ended - max(begun, reached))
+        reached = max(reached, ended)
+    return total, arrival
+
+
+def most_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """The most spans that ran at the same time. One that begins when another ends is not beside it."""
+    changes = sorted(change for begun, ended in spans for change in ((begun, 1), (ended, -1)))
+    return max(accumulate(change for _, change in changes))
+
+
+def responses_of(outputs: Iterable[Any]) -> list[Response]:
+    """The responses of vLLM's RequestOutputs. vLLM says when they ended, if it keeps statistics."""
+    return [
+        Response(output.prompt_token_ids or (), each.token_ids, _ended_s(output))
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+def _ended_s(output: Any) -> float | None:
+    """The last token's time on the clock of the engine's machine, which is time.perf_counter's on Linux."""
+    ended_s: float | None = getattr(getattr(output, "metrics", None), "last_token_ts", None)
+    return ended_s
+
+
+def counts() -> dict[str, int]:
+    """The counts so far, by field of an Observation: COUNTERS that vLLM keeps, and compiled kernels on disk."""
+    from prometheus_client import REGISTRY
+
+    # Only these metrics: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
+    metrics = REGISTRY.restricted_registry([*COUNTERS]).collect()
+    totals = {"compiled_files": compiled_files()}
+    for sample in (sample for metric in metrics for sample in metric.samples if sample.name in COUNTERS):
+        name = COUNTERS[sample.name]
+        totals[name] = totals.get(name, 0) + int(sample.value)
+    return totals
+
+
+def gains(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """The growth of each count; 0 for one that shrank, as those of a restarted server do."""
+    return {name: max(0, count - before.get(name, 0)) for name, count in after.items()}
