@@ -44,6 +44,11 @@ EIGHT_GPUS = (
     "Qwen/Qwen3-8B --gpu h100 --gpus 8 --prompts 1024 --samples 16 "
     "--response-lengths lognormal:mean=6000,sigma=0.9,max=16384"
 )
+AGENTS = (
+    "Qwen/Qwen3-8B --gpu h200 --prompts 1024 --samples 16 --prompt-lengths fixed:1000 "
+    "--turns 8 --turn-tokens lognormal:mean=500,sigma=0.8,max=4000 --tool-tokens fixed:300 "
+    "--tool-s lognormal:mean=2,sigma=1,max=60"
+)
 LARGE = (
     ("10,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 625"),
     ("1,000,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 62500"),
@@ -72,6 +77,7 @@ class Gated(NamedTuple):
 GATED = (
     Gated("the quick start, from a fresh clone", "Qwen/Qwen3-8B --gpu h200", True, 1.0),
     Gated("every layout of 8 GPUs, 16,384 responses, KV-starved", EIGHT_GPUS, False, 2.7),
+    Gated("16,384 trajectories of 8 turns", AGENTS, False, 5.0),
 )
 # Work of the kinds that a plan has. Its CPU seconds say how fast the machine is at the moment. YARDSTICK_S are those at
 # the pace of the Intel Xeon of speed.jsonl, where the plan for 8 GPUs of commit 7b64f8ce took 3.06 s: measured in turns

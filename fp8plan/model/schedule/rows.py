@@ -35,7 +35,7 @@ COLUMNS = (  # of a Schedule, in the order of c/state.h
 TURN_COLUMNS = {  # their types; 0 without turns
     "away": np.int64,  # trajectories whose tool works
     # Tokens of the turns before that requests admitted here compute again, because the cache has lost them. Those of a
-    # block that was not full are left out, because no cache keeps it.
+    # block that was not full, or after a dropped token, are left out, because no cache has them.
     "again_tokens": np.int64,
     "idle_s": np.float64,  # seconds that the engine waited for a request before this row
 }
