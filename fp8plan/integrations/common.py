@@ -36,7 +36,7 @@ from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision
-    from fp8plan.runtime.watch.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.guard.guard import Verdict
     from fp8plan.runtime.watch.monitor.record import Step
 
 # ------------------------------------------------------------------------------------------------------ settings
@@ -210,20 +210,25 @@ LOGGED: Final = (
 
 
 def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict[str, float]:
-    """Figures of a step, the running precision and the last sync, by their names in a trainer's log. Unknown ones are
-    left out.
-    """
+    """Figures of a step, beside those of its engine, by their names in a trainer's log. Unknown ones are left out."""
     figures = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
-    figures |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
-    if step.verdict is not None:
-        figures["fp8plan/speed_ratio"] = step.verdict.ratio
-        figures["fp8plan/as_fast_as_predicted"] = float(step.verdict.as_fast is not False)
-        figures["fp8plan/advice"] = float(DEPTH[step.verdict.action])  # steps down the ladder of precisions; 0: none
+    known = {name: value for name, value in figures.items() if value is not None}
+    return known | engine_metrics(step.verdict, preset, report)
+
+
+def engine_metrics(verdict: Verdict | None, preset: Precision, report: SyncReport | None) -> dict[str, float]:
+    """Figures of the guard's verdict, the running precision and the last sync, by their names in a trainer's log."""
+    figures = {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
+    if verdict is not None:
+        figures["fp8plan/speed_ratio"] = verdict.ratio
+        figures["fp8plan/as_fast_as_predicted"] = float(verdict.as_fast is not False)
+        figures["fp8plan/advice"] = float(DEPTH[verdict.action])  # steps down the ladder of precisions; 0: none
     if report is not None:
         figures["fp8plan/sync_s"] = report.seconds["total"]
         figures["fp8plan/sync_compared"] = float(report.compared)
-        figures["fp8plan/weight_error"] = report.weight_error
-    return {name: value for name, value in figures.items() if value is not None}
+        if report.weight_error is not None:  # without FP8 weights there is none
+            figures["fp8plan/weight_error"] = report.weight_error
+    return figures
 
 
 def safer_than(running: str, action: Action, escalate: Escalation | None) -> str | None:
@@ -258,25 +263,24 @@ def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
 STATE_FILE: Final = "fp8plan.json"
 
 
-def save_state(monitor: Monitor, checkpoint: Path) -> None:
-    """Write the Monitor's state, with the guard's memory, into a checkpoint's folder, whole or not at all."""
+def save_state(state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Write a state, such as a Monitor's, into a checkpoint's folder, whole or not at all."""
     part = checkpoint / f"{STATE_FILE}.part"
-    part.write_text(json.dumps(monitor.state_dict()), encoding="utf-8")
+    part.write_text(json.dumps(state), encoding="utf-8")
     part.replace(checkpoint / STATE_FILE)
 
 
-def load_state(monitor: Monitor, checkpoint: Path) -> bool:
-    """Restore the Monitor's state from a checkpoint's folder. Return False if there is none.
+def load_state(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the state that a checkpoint's folder holds; None if there is none.
 
-    Raises ConfigError for a file that is unreadable, no JSON, or no state.
+    Raises ConfigError for a file that is unreadable, or no JSON object.
     """
     file = checkpoint / STATE_FILE
     if not file.is_file():
-        return False
+        return None
     where = f"{file}, without which thresholds begin anew,"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; take it from another checkpoint, or delete it") from None
-    monitor.load_state_dict(parse(text, where, finite=False))  # limit_kl and C may be infinite
-    return True
+    return schemas.checked(parse(text, where, finite=False), dict[str, Any], where)  # limit_kl and C may be infinite

@@ -16,16 +16,16 @@ from fp8plan.runtime.watch.monitor.monitor import Monitor
 
 def test_a_state_comes_back_and_a_torn_one_is_an_error(tmp_path: Path) -> None:
     monitor = Monitor()
-    assert not load_state(monitor, tmp_path)
-    save_state(monitor, tmp_path)
+    assert load_state(tmp_path) is None
+    save_state(monitor.state_dict(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
     fresh = Monitor()
-    assert load_state(fresh, tmp_path)
+    fresh.load_state_dict(load_state(tmp_path) or {})
     assert fresh.state_dict() == monitor.state_dict()
     text = (tmp_path / STATE_FILE).read_text()
     (tmp_path / STATE_FILE).write_text(text[: len(text) // 2])
     with pytest.raises(ConfigError, match=f"{STATE_FILE}, without which thresholds begin anew, is not JSON"):
-        load_state(fresh, tmp_path)
+        load_state(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_a_state_comes_back_and_a_torn_one_is_an_error(tmp_path: Path) -> None:
 )
 def test_a_state_without_a_limit_comes_back(law: Any, tmp_path: Path) -> None:
     monitor, fresh = Monitor(controller=law), Monitor(controller=law)
-    save_state(monitor, tmp_path)
-    assert load_state(fresh, tmp_path)
+    save_state(monitor.state_dict(), tmp_path)
+    fresh.load_state_dict(load_state(tmp_path) or {})
     assert fresh.state_dict() == monitor.state_dict()

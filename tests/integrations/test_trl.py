@@ -184,7 +184,10 @@ def test_a_step_down_that_the_guard_advises_is_taken_before_the_next_sync(run: R
 
 @pytest.mark.vllm
 def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) -> None:
+    import trl
+
     from fp8plan.integrations.trl import GRPOTrainer
+    from fp8plan.integrations.trl.colocated import PlannedGeneration
 
     saved = run.folder / f"checkpoint-{STEPS}"
     state = json.loads((saved / "fp8plan.json").read_text())
@@ -200,12 +203,17 @@ def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) 
     resumed.monitor = SimpleNamespace(load_state_dict=told.append)  # type: ignore[assignment]
     resumed.accelerator = SimpleNamespace(num_processes=1)  # type: ignore[assignment]
     resumed.use_adaptive_entropy = resumed.is_deepspeed_enabled = False
+    resumed.vllm_generation = object.__new__(PlannedGeneration)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GRPOTrainer.__mro__[1], "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
+        patch.setattr(trl.GRPOTrainer, "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
         resumed._load_optimizer_and_scheduler(None)
         assert told == []
         resumed._load_optimizer_and_scheduler(str(saved))
+    sequences = state.pop("sequences")
     assert told == [state, (Action.KV_TO_BF16, None)]
+    assert len(sequences) == 16
+    assert {len(sequence) for sequence in sequences} == {PROMPT + COMPLETION}
+    assert resumed.vllm_generation.kv_prompts == sequences
 
 
 @pytest.mark.slow

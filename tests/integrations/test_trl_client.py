@@ -91,7 +91,6 @@ def test_a_none_that_something_else_overrides_is_none_no_more() -> None:
     "how",
     [
         {"logprobs": 2},
-        {"logprobs": None},
         {"structured_outputs_regex": "a"},
         {"generation_kwargs": {"bad_words": ["a"]}},
         {"generation_kwargs": {"max_tokens": None}},  # as many as there is room for

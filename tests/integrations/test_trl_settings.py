@@ -120,7 +120,7 @@ def test_a_host_that_was_timed_is_said(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_server_tells_its_host(answer: dict[str, float], loop_s: float | None) -> None:
     """Servers of earlier versions tell none."""
     from fp8plan.integrations.trl.client import Served
-    from fp8plan.integrations.trl.trainer import loop_of
+    from fp8plan.integrations.trl.planned import loop_of
 
     assert loop_of(Served("", {}, {"facts": answer})) == loop_s
     assert loop_of(Served("", {}, None)) is None
@@ -128,16 +128,16 @@ def test_a_server_tells_its_host(answer: dict[str, float], loop_s: float | None)
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_first_process_times_the_host_for_all(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    from fp8plan.integrations.trl import trainer
+    from fp8plan.integrations.trl import planned
 
     def sent(values: list[float | None]) -> None:
         assert values == [3e-4 if first else None]
         values[0] = 3e-4
 
-    monkeypatch.setattr(trainer, "host_loop_s", lambda: 3e-4)
-    monkeypatch.setattr(trainer, "broadcast_object_list", sent)
+    monkeypatch.setattr(planned, "host_loop_s", lambda: 3e-4)
+    monkeypatch.setattr(planned, "broadcast_object_list", sent)
     process = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=first))
-    assert trainer.GRPOTrainer._host_loop_s(process) == 3e-4
+    assert planned.Planned._host_loop_s(process) == 3e-4
 
 
 def test_a_servers_options_are_read_from_its_configuration() -> None:
@@ -171,7 +171,7 @@ KV = cpu_plan("fp8_kv")
         (
             KV,
             {"vllm_max_model_length": 64},
-            r"length is 64, and the plan has 256; type: GRPOConfig\(vllm",
+            r"length is 64, and the plan has 256; type: vllm_max_model_length=256, or plan again",
         ),
         (
             KV,
@@ -247,7 +247,7 @@ def args(**changed: Any) -> Any:
             {"mode": "sequence_mask", "clip_min": 0.25},
             CorrectionSettings("sequence", "icepop", Thresholds(None, (0.25, 3.0))),
         ),
-        ({"correction": False}, CorrectionSettings(level=None)),
+        ({"correction": False}, CorrectionSettings(level=None, thresholds=Thresholds(None))),
     ],
 )
 def test_trls_settings_decide_the_correction_where_the_user_changed_them(

@@ -110,7 +110,7 @@ def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
     """
     call = arguments_of(*args, **how)
     sampling = {name: call[name] for name in SAMPLING if name in call} | (call["generation_kwargs"] or {})
-    plain = call["features"] is None and call["structured_outputs_regex"] is None and call["logprobs"] == 0
+    plain = call["features"] is None and call["structured_outputs_regex"] is None and not call["logprobs"]
     text = any(isinstance(prompt, str) for prompt in call["prompts"])
     # vLLM's route takes None from its generation config, or as no limit for max_tokens.
     left_open = any(value is None for value in sampling.values())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -23,20 +24,46 @@ from fp8plan.runtime.apply.weight_sync.report import SyncReport
 Sent = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
 
 
+def refuse_quantised(policy: Any) -> None:
+    """Raise ConfigError for a policy with quantised parameters, as QLoRA's."""
+    for name, tensor in policy.named_parameters():
+        if not tensor.is_floating_point():
+            raise ConfigError(
+                f"{name} of the policy is {str(tensor.dtype).removeprefix('torch.')}; allowed with a plan: a policy in "
+                "BF16, FP16 or FP32, with LoRA or without (leave quantization_config out), or plan=None"
+            )
+
+
 class PolicyTensors(VLLMGeneration):
     """TRL's VLLMGeneration, which can gather a policy, with the tensors of a sync.
 
     before_sync: called before each sync, to follow a verdict's advice
+    rollout:     all that is generated in its `with` is one rollout
 
     report: report of the last sync; None before the first
+
+    Raises ConfigError for a quantised policy.
     """
 
     _sent: Sent | None = None
 
-    def __init__(self, *args: Any, before_sync: Callable[[], None], **kwargs: Any) -> None:
-        self._before_sync = before_sync
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        before_sync: Callable[[], None],
+        rollout: Callable[[], AbstractContextManager[None]],
+        **kwargs: Any,
+    ) -> None:
+        refuse_quantised(model)
+        self._before_sync, self._rollout = before_sync, rollout
         self.report: SyncReport | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(model, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as TRL does, in the rollout that is open, or in one of its own."""
+        with self._rollout():
+            return super().generate(*args, **kwargs)
 
     @property
     def expected(self) -> Manifest | None:
@@ -58,8 +85,7 @@ class PolicyTensors(VLLMGeneration):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's tensors under the checkpoint's names: parameters, and the checkpoint's buffers.
 
-        Transformers has all experts of a layer in one tensor, and renames some parts. Both are undone. Raises
-        ConfigError for a quantised policy.
+        Transformers has all experts of a layer in one tensor, and renames some parts. Both are undone.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -67,11 +93,6 @@ class PolicyTensors(VLLMGeneration):
         known = {entry.name for entry in self.expected or ()}
         buffers = (named for named in policy.named_buffers() if named[0] in known)
         for name, tensor in chain(self._iter_named_params(), buffers):
-            if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{name} of the policy is {str(tensor.dtype).removeprefix('torch.')}; allowed with a plan: a "
-                    "policy in BF16 or FP32 (leave quantization_config out), or plan=None"
-                )
             if known and name not in known:
                 yield from revert_weight_conversion(policy, {name: tensor}).items()
             else:
@@ -114,8 +135,11 @@ class PlannedGeneration(PolicyTensors):
 
     start: starts the engine, with arguments of vllm.LLM that only TRL knows
 
-    engine: the RolloutEngine
+    engine:     the RolloutEngine
+    kv_prompts: token ids on which the next sync measures KV scales; None: those that the engine remembers
     """
+
+    kv_prompts: list[list[int]] | None = None
 
     def __init__(
         self, *args: Any, start: Callable[[PlannedGeneration, dict[str, Any]], RolloutEngine], **kwargs: Any
@@ -152,11 +176,13 @@ class PlannedGeneration(PolicyTensors):
         """
         if self.enable_sleep_mode:
             empty_cache()
-            self.engine.wake_up()  # with the KV cache, in which the scales are measured
+            measures = self.engine.state.fp8_kv  # in the KV cache; else the gathered policy has its memory
+            self.engine.wake_up(None if measures else ["weights"])
             self._llm_weights_sleeping = False
         self._before_sync()
-        sent = self.announced()
-        self.report = self.engine.sync_weights(self.copies(sent), manifest=sent)
+        sent, kv_prompts = self.announced(), self.kv_prompts
+        self.report = self.engine.sync_weights(self.copies(sent), manifest=sent, kv_prompts=kv_prompts)
+        self.kv_prompts = None
 
     @property
     def expected(self) -> Manifest | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from math import ceil
 from typing import Any, Final
 from unittest.mock import patch
 
-from trl.trainer import grpo_trainer
+from trl.generation import vllm_generation
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -36,9 +37,17 @@ def check_trl() -> None:
 
 
 @contextmanager
-def generating_with(made: Any) -> Iterator[None]:
-    """Let TRL call `made` to make a VLLMGeneration. TRL finds that class by name, and has no argument for it."""
-    with patch.object(grpo_trainer, "VLLMGeneration", made):
+def generating_with(trainer: type[Any], made: Any) -> Iterator[None]:
+    """Let a trainer of TRL's call `made` to make a VLLMGeneration.
+
+    TRL has no argument for that class. A trainer finds it by name, in its own module or, if it imports it late, in that
+    of the class.
+    """
+    modules = {vllm_generation, *(sys.modules[kind.__module__] for kind in trainer.__mro__)}
+    with ExitStack() as patches:
+        for module in modules:
+            if hasattr(module, "VLLMGeneration"):
+                patches.enter_context(patch.object(module, "VLLMGeneration", made))
         yield
 
 
@@ -59,27 +68,24 @@ def sampling_in(args: Any) -> Sampling:
     return sampling
 
 
-def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
-    """Raise ConfigError for TRL settings that no plan supports.
-
-    allow_biased_sampling: allow a sampling that biases the correction's ratios
-    """
+def check_args(args: Any) -> None:
+    """Raise ConfigError for TRL settings that no plan supports."""
     if args is None or not args.use_vllm:
-        raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
+        kind = "GRPOConfig" if args is None else type(args).__name__
+        raise ConfigError(f"plan is given, and use_vllm is False; type: {kind}(use_vllm=True, vllm_mode='colocate')")
     if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
         raise ConfigError(
             f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
             "for each process, a server on as many GPUs (vllm_mode='server'), or plan=None"
         )
-    if args.vllm_importance_sampling_correction and not allow_biased_sampling:
-        sampling_in(args).refuse("GRPOConfig's sampling", "GRPOTrainer(..., allow_biased_sampling=True)")
 
 
-def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) -> None:
+def check_plan(plan: Plan, choice: int | str | None, generation: Any, on_cpu: bool) -> None:
     """Raise ConfigError for a plan of another engine than that of TRL's settings; server.check_server checks a
     server's limits.
 
-    on_cpu: true: the engine runs on a CPU
+    generation: a VLLMGeneration
+    on_cpu:     true: the engine runs on a CPU
     """
     picked, limits = plan.select(choice), plan.setup(choice).limits
     if find_gpu(plan.gpu).is_cpu != on_cpu:
@@ -88,38 +94,43 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
             f"the plan is for {plan.gpu}, and this trainer's engine runs on {where}; allowed: plan='auto'"
         )
     longest = limits.max_model_len or 0
-    if args.max_completion_length >= longest:
+    response = generation.max_completion_length
+    if response >= longest:
         raise ConfigError(
-            f"max_completion_length is {args.max_completion_length}, and the plan's longest request has {longest} "
+            f"max_completion_length is {response}, and the plan's longest request has {longest} "
             "tokens; allowed: a plan for these responses (plan='auto'), or shorter ones"
         )
-    if args.vllm_mode != "colocate":
+    if generation.mode != "colocate":
         return
     if picked.tensor_parallel != 1:
         raise ConfigError(
             f"the plan's engine has {picked.tensor_parallel} GPUs; allowed: 1, as TRL's processes hold an engine each "
             "(plan with --tensor-parallel-size 1), or a server (vllm_mode='server')"
         )
-    pairs: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
+    pairs: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (generation.max_model_length, longest)}
     if not on_cpu:
-        pairs["vllm_gpu_memory_utilization"] = (args.vllm_gpu_memory_utilization, limits.gpu_memory_utilization)
+        pairs["vllm_gpu_memory_utilization"] = (generation.gpu_memory_utilization, limits.gpu_memory_utilization)
     for name, (theirs, ours) in pairs.items():
         if theirs is not None and theirs != ours:
-            raise ConfigError(
-                f"{name} is {theirs}, and the plan has {ours}; type: GRPOConfig({name}={ours}), or plan again"
-            )
+            raise ConfigError(f"{name} is {theirs}, and the plan has {ours}; type: {name}={ours}, or plan again")
 
 
-def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> EngineLimits:
-    """The limits of the engine that TRL would start in this process. responses: its responses in one rollout"""
+def responses_in(generation: Any, processes: int) -> int:
+    """The responses of a rollout of all processes. generation: a VLLMGeneration"""
+    return int(generation.max_num_seqs // generation.tensor_parallel_size * processes)
+
+
+def colocated_limits(model: str, generation: Any, on_cpu: bool) -> EngineLimits:
+    """The limits of the engine that TRL would start in this process. generation: a VLLMGeneration"""
+    responses = generation.max_num_seqs
     shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
     return EngineLimits.for_gpu(
         gpu,
         shape.recurrent,
-        max_model_len=args.vllm_max_model_length or shape.context.derived(check_vllm_version()),
+        max_model_len=generation.max_model_length or shape.context.derived(check_vllm_version()),
         max_num_seqs=Lowerable(responses),
         max_num_batched_tokens=max(BATCHED_TOKENS, responses),
-        gpu_memory_utilization=None if on_cpu else args.vllm_gpu_memory_utilization,
+        gpu_memory_utilization=None if on_cpu else generation.gpu_memory_utilization,
     )
 
 

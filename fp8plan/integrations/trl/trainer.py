@@ -6,7 +6,6 @@ and a Monitor's step becomes TRL's ratio.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,46 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import trl
-from accelerate.utils import broadcast_object_list
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan import schemas
-from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import (
-    announce,
-    load_state,
-    metrics_of,
-    plan_for,
-    read_plan,
-    safer_than,
-    save_state,
-    settings_of,
-)
-from fp8plan.integrations.trl.client import PlannedClient, Served
+from fp8plan.integrations.common import metrics_of, settings_of
 from fp8plan.integrations.trl.colocated import PlannedGeneration
+from fp8plan.integrations.trl.planned import NO_ADVICE, Advice, Planned
 from fp8plan.integrations.trl.replay import Replays, refuse_other, refuse_replay
-from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
-from fp8plan.integrations.trl.settings import (
-    check_args,
-    check_plan,
-    check_trl,
-    colocated_limits,
-    generating_with,
-    lengths_of,
-    sampling_in,
-    spread,
-)
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.integrations.trl.server import PlannedServer
+from fp8plan.integrations.trl.settings import sampling_in
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.remedies import Remedies
-from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import OPTION
-from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.watch.controller.laws import Controller
-from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.monitor.monitor import Monitor
@@ -70,9 +42,11 @@ logger = logging.getLogger(__name__)
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
 ROUTES: Final = "fp8plan_routes"  # key of the routes in a batch
-Advice = tuple[Action, Escalation | None]  # the guard's and the controller's
-OWN: Final = ("plan", "choice", "controller", "sinks", "router_replay")  # arguments of a planned trainer
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
+REPLACED: Final = (
+    "the plan's correction replaces TRL's defaults (sequence_mask, 3.0), also where they are written out; "
+    "vllm_importance_sampling_clip_min=0.0 keeps TRL's"
+)
 
 
 def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
@@ -83,7 +57,7 @@ def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
     args: the GRPOConfig. Raises ConfigError for a truncation with a lower bound, or without an upper one.
     """
     if not args.vllm_importance_sampling_correction:
-        return CorrectionSettings(level=None)
+        return CorrectionSettings(level=None, thresholds=Thresholds(None))
     if not changed(args):
         return settings_of(planned)
     mode, low, high = (getattr(args, name) for name in FIELDS)
@@ -117,17 +91,10 @@ def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), ratio, 1.0)
 
 
-def loop_of(served: Served) -> float | None:
-    """The loop of a server's host, as the server has timed it; None if it has not."""
-    return None if served.status is None else served.status["facts"].get("host_loop_s")
+class GRPOTrainer(Planned, trl.GRPOTrainer):
+    """trl.GRPOTrainer with a plan for its engine, colocated or a server's, and a Monitor.
 
-
-class GRPOTrainer(trl.GRPOTrainer):
-    """trl.GRPOTrainer with a plan for its engine, colocated or a server's.
-
-    plan:       "auto": made from the model, the GPU and TRL's own settings; or a Plan, or the path of a plan's JSON;
-                None: TRL's own trainer
-    choice:     index into the plan's choices, or one of its precisions; the chosen one unless given
+    plan, choice: as for Planned
     controller: decides the thresholds of the correction, as in Monitor
     sinks:      destinations of records, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
     router_replay: the policy's forwards use the experts that the engine picked (fp8plan.replayed); None: as the plan
@@ -139,18 +106,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     RolloutEngine and the Monitor, else None. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()`
     closes the sinks. With a server `rollout_engine` is a ServerEngine, which does not end the server.
 
-    In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. All calls that
-    generate a training batch, with the turns of tools and environments, are one rollout; an evaluation is none. The
-    Monitor's weights take the place of TRL's importance-sampling ratio. The guard's advice is followed before the next
-    sync, and logged once it is done. In several processes, and with a server, a step down is only logged, with the
-    words to type.
+    Beside what Planned does, the Monitor's weights take the place of TRL's importance-sampling ratio. All calls that
+    generate a training batch, with the turns of tools and environments, are one rollout.
 
-    Raises ConfigError for an unsupported TRL or setting, a plan of another engine, and a server that runs something
-    else. Also raises the errors of `fp8plan.plan` and `RolloutEngine.from_plan`.
+    Raises the errors of Planned, and ConfigError for a sampling that biases the ratios.
     """
 
-    _advice: Advice = (Action.NONE, None)  # of the last step, until the next sync
-    _logged: Advice = (Action.NONE, None)  # the last one that was only logged
+    OWN = (*Planned.OWN, "controller", "sinks", "router_replay", "allow_biased_sampling")
+    _advice: Advice = NO_ADVICE  # of the last step, until the next sync
     _replaying = False  # forwards use the engine's experts
 
     def __init__(
@@ -164,130 +127,54 @@ class GRPOTrainer(trl.GRPOTrainer):
         allow_biased_sampling: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_names("GRPOTrainer", kwargs, inspect.signature(super().__init__).parameters, OWN)
-        self.plan: Plan | None = None
-        self.rollout_engine: RolloutEngine | ServerEngine | None = None
-        self.monitor: Monitor | None = None
+        if plan is None and (controller is not None or sinks or router_replay):
+            raise ConfigError(
+                "controller, sinks and router_replay belong to a plan, and plan is None; type: plan='auto'"
+            )
+        self._controller, self._sinks = controller, sinks
         self._replays, self._router_replay = Replays(), router_replay
-        if plan is None:
-            if choice is not None or controller is not None or sinks or router_replay:
-                raise ConfigError(
-                    "choice, controller, sinks and router_replay belong to a plan, and plan is None; type: plan='auto'"
-                )
-            super().__init__(*args, **kwargs)
-            return
-        check_trl()
-        of_trl = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
-        check_args(of_trl, allow_biased_sampling)
-        self.plan, self._choice, self._source = read_plan(plan), choice, plan
-        try:
-            with generating_with(self._generation):
-                super().__init__(*args, **kwargs)
-            if self.rollout_engine is None:
-                raise ConfigError("TRL did not start the engine where it was expected to; type: plan=None")
-            with self.rollout_engine.rollout():  # an evaluation before the first is none
-                pass
-            engine: Any = self.rollout_engine
-            sampling = sampling_in(self.args)
-            self.monitor = Monitor(
-                self._correction, controller, sinks, plan=self.plan, engine=engine, sampling=sampling,
-                router_replay=self._replaying,
-            )  # fmt: skip
-        except BaseException:
-            if self.rollout_engine is not None:
-                self.rollout_engine.shutdown()
-            raise
-        # The mismatch is measured in any case; settings without a level leave all weights at 1.
-        self.vllm_importance_sampling_correction = True
+        self._allow_biased_sampling = allow_biased_sampling
+        super().__init__(*args, plan=plan, choice=choice, **kwargs)
 
-    def _generation(self, *args: Any, **settings: Any) -> PlannedGeneration | PlannedServer:
-        if settings["mode"] == "server":
-            return PlannedServer(*args, connect=self._connect, before_sync=self._follow_advice, **settings)
-        return PlannedGeneration(*args, start=self._start, before_sync=self._follow_advice, **settings)
+    def _check_args(self, args: Any) -> None:
+        super()._check_args(args)
+        if args.vllm_importance_sampling_correction and not self._allow_biased_sampling:
+            sampling_in(args).refuse("GRPOConfig's sampling", "GRPOTrainer(..., allow_biased_sampling=True)")
 
-    def _start(self, generation: PlannedGeneration, of_trl: dict[str, Any]) -> RolloutEngine:
-        """Start the planned engine; with plan="auto", plan first."""
-        on_cpu, model = self.accelerator.device.type == "cpu", generation.model.name_or_path
-        if self.plan is None:
-            responses = generation.max_num_seqs
-            limits = colocated_limits(model, self.args, responses, on_cpu)
-            loop_s = None if on_cpu else self._host_loop_s()
-            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
-        plan = self._planned(generation, on_cpu)
-        if self._replaying:
-            of_trl = of_trl | {OPTION: True}
-        self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
-        return self.rollout_engine
-
-    def _connect(self, generation: PlannedServer, served: Served, client: PlannedClient | None) -> ServerEngine:
-        """Check the server; with plan="auto", plan for it first."""
-        model = generation.model.name_or_path
-        fallback = "cpu" if self.accelerator.device.type == "cpu" else "auto"
-        gpu = find_gpu(served.status["facts"]["device"]).name if served.status else fallback
-        on_cpu = find_gpu(gpu).is_cpu
-        if self.plan is None:
-            limits, loop_s = limits_of(served.config, on_cpu), loop_of(served)
-            self._plan_for(model, gpu, limits, self.args.generation_batch_size, "server", loop_s)
-        plan = self._planned(generation, on_cpu)
-        setup = replace(plan.setup(self._choice), inside="server")
-        launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
-        check_server(served, launched)
-        self.rollout_engine = ServerEngine(launched, served, client, plan.anchor)
-        return self.rollout_engine
-
-    def _host_loop_s(self) -> float | None:
-        """The loop of the first process's host, for all processes: they must make one plan."""
-        timed = [host_loop_s() if self.accelerator.is_main_process else None]
-        broadcast_object_list(timed)
-        return timed[0]
-
-    def _plan_for(
-        self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
-    ) -> None:
-        self.plan = plan_for(
-            model,
-            gpu,
-            limits,
-            responses=responses,
-            samples=self.args.num_generations,
-            longest_response=self.args.max_completion_length,
-            prompt_lengths=self._prompt_lengths(),
-            inside=inside,
-            host_loop_s=host_loop_s,
-            timed="by the server" if inside == "server" else "here",
-            remedies=Remedies(router_replay=bool(self._router_replay)),
-        )
-
-    def _planned(self, generation: PlannedGeneration | PlannedServer, on_cpu: bool) -> Plan:
-        """The checked plan, without thresholds that TRL's settings replace."""
+    def _check_planned(self, generation: PlannedGeneration | PlannedServer) -> None:
+        """Also take over the plan's router replay and correction, without thresholds that TRL's settings replace."""
         assert self.plan is not None
-        check_plan(self.plan, self._choice, self.args, on_cpu)
-        self.plan.setup(self._choice).check_model(generation.model.name_or_path)
         self._replaying = self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
         if self._replaying:
             turns = self.tools or self.environment_factories or self.rollout_func
             refuse_replay(self.args, bool(turns), generation.model)
         self._correction = correction_of(self.args, self.plan.thresholds)
-        if changed(self.args):
+        if changed(self.args) or self._correction.level is None:
             self.plan = replace(self.plan, thresholds={})
-        if self.accelerator.is_main_process:
-            announce(self.plan, self._source, self._choice)
-        return self.plan
 
-    def _prompt_lengths(self) -> Any:
-        """Lengths of the dataset's prompts; None where prompts come from elsewhere, or hold more than text."""
-        rows = self.train_dataset
-        if not hasattr(rows, "__len__") or self.environment_factories is not None or self._is_vlm:
-            return None
-        prompts = [rows[index]["prompt"] for index in spread(len(rows))]
-        return lengths_of(self._tokenize_prompts(prompts)[0])
+    def _watch(self, engine: Any) -> None:
+        """Make the Monitor. The mismatch is measured in any case; settings without a level leave all weights at 1."""
+        self.monitor = Monitor(
+            self._correction, self._controller, self._sinks, plan=self.plan, engine=engine,
+            sampling=sampling_in(self.args), router_replay=self._replaying,
+        )  # fmt: skip
+        if self._correction.level is not None and not changed(self.args) and self.accelerator.is_main_process:
+            print(f"fp8plan: {REPLACED}", flush=True)
+        self.vllm_importance_sampling_correction = True
 
-    def _generate(self, prompts: Any) -> Any:
-        if self.rollout_engine is None or not self.model.training:
-            return super()._generate(prompts)
-        with self.rollout_engine.rollout():
-            generated = super()._generate(prompts)
-        if self._replaying:
+    def _remedies(self) -> Remedies:
+        return Remedies(router_replay=bool(self._router_replay))
+
+    def _of_engine(self) -> dict[str, Any]:
+        return {OPTION: True} if self._replaying else {}
+
+    def _advised(self) -> Advice:
+        advice, self._advice = self._advice, NO_ADVICE
+        return advice
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)
+        if self._replaying and self.model.training:
             llm = self.vllm_generation.llm
             routes, llm.routes = llm.routes, []  # a batch alone keeps them: some GB for long responses
             refuse_other(routes, *generated[:2])
@@ -343,49 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             every = self.accelerator.gather(getattr(known, name)())
             metrics[f"{LOGGED_RATIO}/{name}"][-1] = getattr(every, name)().item()
 
-    def _engine(self) -> RolloutEngine | ServerEngine:
-        assert self.rollout_engine is not None
-        return self.rollout_engine
-
-    def _follow_advice(self) -> None:
-        """Follow the advice of the guard, or else of the controller, on the last step."""
-        (action, escalate), self._advice = self._advice, (Action.NONE, None)
-        self._apply(action, escalate)
-
-    def _apply(self, action: Action, escalate: Escalation | None = None) -> None:
-        """Apply advice in a single process, and log that. With several processes or a server, log the words to type,
-        once: vLLM would end the trainer's process group with an engine."""
-        engine, advice = self._engine(), (action, escalate)
-        if isinstance(engine, ServerEngine):
-            if advice != self._logged:
-                engine.apply(action, escalate)
-                self._logged = advice
-        elif self.accelerator.num_processes == 1:
-            engine.apply(action, escalate)
-            if advice != (Action.NONE, None):
-                what = escalate if action == Action.NONE else action
-                logger.warning("fp8plan has applied %s; the engine runs %s", what, engine.launch.precision)
-        elif advice != self._logged and (safer := safer_than(running := engine.launch.precision, action, escalate)):
-            logger.warning(
-                "fp8plan advises a step down from %s, and engines of several processes are not started again in a run; "
-                "go on from a checkpoint with choice=%r",
-                running,
-                safer,
-            )
-            self._logged = advice
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.monitor is not None and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(self.monitor, folder)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Also restore the checkpoint's thresholds, the guard's memory and the precision."""
+        if checkpoint is not None:
+            self._advice = NO_ADVICE  # of the run before this checkpoint was loaded
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.monitor is None or checkpoint is None or not load_state(self.monitor, Path(checkpoint)):
-            return
-        self._advice = (Action.NONE, None)  # of the run before this checkpoint was loaded
-        guard, running = self._engine().guard, self._engine().launch.precision
-        if guard is not None and guard.precision_for(running) != running:
-            self._apply(guard.state.rung)

@@ -168,7 +168,7 @@ class PlannedTrainer:
     def _save_checkpoint(self) -> None:
         super()._save_checkpoint()  # type: ignore[misc]
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        save_state(self.monitor, folder)
+        save_state(self.monitor.state_dict(), folder)
 
     def _load_state(self) -> None:
         """Restore thresholds and the guard's memory from the checkpoint that verl has resumed from."""
@@ -176,7 +176,9 @@ class PlannedTrainer:
         resumed = trainer.resume_mode == "resume_path"
         step = f"global_step_{self.global_steps}"
         folder = Path(trainer.resume_from_path) if resumed else Path(trainer.default_local_dir) / step
-        load_state(self.monitor, folder)
+        state = load_state(folder)
+        if state is not None:
+            self.monitor.load_state_dict(state)
 
 
 def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:

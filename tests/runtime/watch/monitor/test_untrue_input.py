@@ -308,7 +308,7 @@ def test_a_saved_state_with_an_impossible_value_is_refused_and_changes_nothing(l
 def test_a_state_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / STATE_FILE).write_bytes(content)
     with pytest.raises(ConfigError):
-        load_state(Monitor(), tmp_path)
+        Monitor().load_state_dict(load_state(tmp_path) or {})
 
 
 # Ranks
