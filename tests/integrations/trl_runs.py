@@ -77,11 +77,18 @@ def started(folder: Path, **settings: Any) -> Iterator[Any]:
 
     freeze_imports()
     torch.set_num_threads(1)
-    trainer = trainer_of(GRPOTrainer, folder, **settings)
+    with ended(trainer_of(GRPOTrainer, folder, **settings)) as trainer:
+        yield trainer
+
+
+@contextmanager
+def ended(trainer: Any) -> Iterator[Any]:
+    """A trainer with a plan, whose engine is shut down at the end."""
     try:
         yield trainer
     finally:
-        trainer.monitor.close()
+        if trainer.monitor is not None:
+            trainer.monitor.close()
         trainer.rollout_engine.shutdown()
 
 
