@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_trl import same_as_policy
+from test_trl_turns import TEMPLATE
 from trl_runs import SETTINGS, dataset, ended, logged, model, share_of_even
 
 from fp8plan.errors import ConfigError
@@ -62,6 +64,17 @@ def watched(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, i
     return seen
 
 
+def of_bytes() -> Any:
+    """A tokenizer of bytes, as GOLD needs it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(("made", "reward"), [(rloo, "reward"), (online_dpo, "objective/scores")])
 def test_a_policy_learns_with_an_fp8_kv_cache(
@@ -83,3 +96,50 @@ def test_a_policy_learns_with_an_fp8_kv_cache(
         assert set(sources[1:]) == {"sequences of the last rollout"}
         for name in ("fp8_kv", "sync_s", "speed_ratio", "tokens_per_s", "advice"):
             assert len(logged(trainer, f"fp8plan/{name}")) == steps, name
+
+
+# Trainers by the mixin alone: their names in TRL, and what one needs beside the settings of all.
+MESSAGES = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5"}]
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Distillation": ("trl", {}, {"prompt": "w1 w2 w3"}),
+    "SDPO": ("trl.experimental.sdpo", {"num_generations": 8}, {"prompt": "w1 w2 w3"}),
+    "SDFT": ("trl.experimental.sdft", {}, {"prompt": "w1 w2 w3", "privileged_context": "w4 w5"}),
+    "GOLD": ("trl.experimental.gold", {"lmbda": 1.0, "max_length": 128}, {"messages": MESSAGES}),
+    "IWOPD": ("trl.experimental.iw_opd", {"lmbda": 1.0, "max_length": 64}, {"messages": MESSAGES}),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_trainers_generate_with_a_planned_engine_and_an_fp8_kv_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from fp8plan.integrations.trl import Planned
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    place, more, row = OTHERS[name]
+    of_trl = import_module(place)
+    settings = {key: value for key, value in SETTINGS.items() if key != "num_generations"}
+    settings |= {"per_device_train_batch_size": 8, "max_steps": 2} | more
+    config = getattr(of_trl, f"{name}Config")(output_dir=str(tmp_path), **settings)
+    tokenizer = of_bytes() if name == "GOLD" else AutoTokenizer.from_pretrained(model())
+    tokenizer.chat_template = TEMPLATE
+    needs = {"reward_funcs": share_of_even} if name == "SDPO" else {}
+    if name in ("Distillation", "GOLD", "IWOPD"):
+        needs["teacher_model"] = model()
+    rows = Dataset.from_list([row] * 16)
+    kind = type(f"Planned{name}", (Planned, getattr(of_trl, f"{name}Trainer")), {})
+    trainer = kind(
+        model(), args=config, train_dataset=rows, processing_class=tokenizer, plan="auto", choice="fp8_kv", **needs
+    )
+    with ended(trainer):
+        seen = watched(trainer, monkeypatch)
+        trainer.train()
+        assert len(seen) == 2
+        assert all(same and compared > 0 for same, compared, _ in seen)
+        assert seen[1][2] == "sequences of the last rollout"
+        assert logged(trainer, "fp8plan/fp8_kv") == [1.0] * 2
+        assert min(logged(trainer, "fp8plan/tokens_per_s")) > 0

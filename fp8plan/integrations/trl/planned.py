@@ -244,6 +244,11 @@ class Planned(Trainer):
     def _planned(self, generation: PlannedGeneration | PlannedServer, on_cpu: bool) -> Plan:
         """The checked plan."""
         assert self.plan is not None
+        if getattr(self, "_is_vlm", False) or getattr(self, "is_vision_model", False):
+            raise ConfigError(
+                "the policy takes images, and no plan has run with them; type: processing_class=AutoTokenizer."
+                "from_pretrained(MODEL), which trains on text alone, or plan=None"
+            )
         check_plan(self.plan, self._choice, generation, on_cpu)
         self.plan.setup(self._choice).check_model(generation.model.name_or_path)
         self._check_planned(generation)
@@ -252,13 +257,15 @@ class Planned(Trainer):
         return self.plan
 
     def _prompt_lengths(self) -> Any:
-        """Lengths of the dataset's prompts; None where prompts come from elsewhere, or hold more than text."""
+        """Lengths of the dataset's prompts; None where they come from elsewhere, or TRL tokenises them later."""
         rows, tokenize = self.train_dataset, getattr(self, "_tokenize_prompts", None)
         from_elsewhere = getattr(self, "environment_factories", None) is not None
-        if tokenize is None or not hasattr(rows, "__len__") or from_elsewhere or self._is_vlm:
+        if tokenize is None or not hasattr(rows, "__len__") or from_elsewhere:
             return None
-        prompts = [rows[index]["prompt"] for index in spread(len(rows))]
-        return lengths_of(tokenize(prompts)[0])
+        tokenised = tokenize([rows[index]["prompt"] for index in spread(len(rows))])
+        return lengths_of(
+            tokenised[0] if isinstance(tokenised, tuple) else tokenised
+        )  # with images and fields, or alone
 
     # ----------------------------------------------------------------------------------------------- rollouts and guard
 
