@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_trl import same_as_policy
 from test_trl_turns import TEMPLATE
 from trl_runs import SETTINGS, dataset, ended, logged, model, share_of_even
-
-from fp8plan.errors import ConfigError
-from fp8plan.runtime.watch.guard.fallback import Action
-from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 
 pytestmark = pytest.mark.trl
 

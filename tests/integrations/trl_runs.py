@@ -64,7 +64,16 @@ def trainer_of(kind: type[Any], folder: Path, *, policy: str | None = None, **se
     """A trainer. kind: TRL's GRPOTrainer or ours; settings: of GRPOConfig, and of ours"""
     from trl import GRPOConfig
 
-    names = ("plan", "choice", "controller", "sinks", "router_replay", "allow_biased_sampling")
+    names = (
+        "plan",
+        "choice",
+        "controller",
+        "sinks",
+        "router_replay",
+        "allow_biased_sampling",
+        "peft_config",
+        "rollout_func",
+    )
     ours = {name: settings.pop(name) for name in names if name in settings}
     args = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
     return kind(policy or model(), share_of_even, args, dataset(), **ours)

@@ -108,20 +108,23 @@ class PolicyTensors(VLLMGeneration):
 class EngineAsLlm:
     """A RolloutEngine in place of TRL's vllm.LLM. All but three methods are the LLM's own.
 
-    routes: the experts of each response of the last `generate`; empty if the engine returns none
+    for_trl: TRL itself generates, which decodes the tokens; False: a rollout_func does, which may need the text
+    routes:  the experts of each response of the last `generate`; empty if the engine returns none
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
+        self.for_trl = False
         self.routes: list[Any] = []
         self.sleep, self.wake_up = engine.sleep, engine.wake_up
 
-    def generate(self, prompts: Any, sampling_params: Any, **more: Any) -> list[Any]:
-        """Generate as an LLM does, without the text, which TRL decodes itself.
+    def generate(self, prompts: Any, sampling_params: Any = None, **more: Any) -> list[Any]:
+        """Generate as an LLM does; for TRL itself without the text.
 
         The engine runs in this process, so its GPU waits while Python makes text and objects for each token.
         """
-        outputs = self._engine.generate(prompts, enough(sampling_params), **more)
+        params = enough(sampling_params) if self.for_trl else sampling_params
+        outputs = self._engine.generate(prompts, params, **more)
         if self._engine.facts["routed_experts"]:
             self.routes = [response.routed_experts for output in outputs for response in output.outputs]
         return outputs
@@ -168,6 +171,13 @@ class PlannedGeneration(PolicyTensors):
             self.engine.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
         accelerator.wait_for_everyone()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.llm.for_trl = True
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.llm.for_trl = False
 
     def sync_weights(self) -> None:
         """Sync all of the policy's weights. They are checked, and KV scales are measured if the cache is FP8.
