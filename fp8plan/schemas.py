@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.10", "probe": "1.2"}
+VERSIONS: Final = {"plan": "1.9", "profile": "1.1", "record": "1.11", "probe": "1.2"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -180,6 +180,7 @@ class RunRecord(RolloutRecord, kw_only=True):
     versions:         the same by weight version, under the version
     attribution:      the parts of the KL by cause
     guard:            null without one
+    resumed:          true: the run went on from a checkpoint here, and replaces what the file has of these steps
     """
 
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -194,6 +195,7 @@ class RunRecord(RolloutRecord, kw_only=True):
     versions: dict[str, Any] | None = None
     attribution: list[KlPart] | None = None
     guard: Judged | None = None
+    resumed: bool | None = None
 
 
 # Names of metrics in a run record: verl's where verl has one.

@@ -88,7 +88,7 @@ def test_the_engine_holds_the_policys_weights(more: dict[str, Any], tmp_path: Pa
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"), {}),
+    **{name: {} for name in ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo")},
     "luspo": {"importance_sampling_level": "sequence"},
     "vespo": {"vllm_importance_sampling_mode": "token_truncate"},
 }
@@ -113,9 +113,12 @@ def test_a_quantised_policy_is_refused_before_an_engine_starts(tmp_path: Path, m
     policy = AutoModelForCausalLM.from_pretrained(model())
     policy.lm_head.weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
     monkeypatch.setattr(RolloutEngine, "from_plan", lambda *_, **__: pytest.fail("an engine starts"))
-    with pytest.raises(
-        ConfigError, match=r"lm_head.weight of the policy is uint8; allowed with a plan: a policy in BF16"
-    ), started(tmp_path, policy=policy, plan="auto"):
+    with (
+        pytest.raises(
+            ConfigError, match=r"lm_head.weight of the policy is uint8; allowed with a plan: a policy in BF16"
+        ),
+        started(tmp_path, policy=policy, plan="auto"),
+    ):
         pass
 
 
@@ -124,7 +127,7 @@ def test_a_quantised_policy_is_refused_before_an_engine_starts(tmp_path: Path, m
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is called of an engine on a CPU, whose sleep loses the weights and the KV cache, as level 2 does on a GPU."""
+    """What is called of an engine on a CPU, whose sleep loses weights and KV cache, as level 2 does on a GPU."""
     from vllm.platforms import current_platform
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -181,8 +184,16 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, sinks=[JsonLines(file)], **KV) as trainer:
         trainer.train()
     with started(tmp_path, max_steps=4, sinks=[JsonLines(file)], **KV) as trainer:
+        sources, sync = list[str](), trainer.vllm_generation.sync_weights
+
+        def synced() -> None:
+            sync()
+            sources.append(trainer.vllm_generation.report.kv_source)
+
+        trainer.vllm_generation.sync_weights = synced
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trainer.monitor.steps == 4
+    assert sources == ["calibration prompts", "sequences of the last rollout"]  # the first: those of the checkpoint
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 3, 4]
     assert [record.get("resumed") for record in records] == [None, None, None, None, True, None]
@@ -203,7 +214,7 @@ def test_a_rollout_func_gets_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         responses = [output.outputs[0] for output in outputs]
         texts.extend(response.text for response in responses)
         logprobs = [
-            [[step[token].logprob] for token, step in zip(x.token_ids, x.logprobs, strict=True)] for x in responses
+            [step[token].logprob for token, step in zip(x.token_ids, x.logprobs, strict=True)] for x in responses
         ]
         return {
             "prompt_ids": [output.prompt_token_ids for output in outputs],
@@ -213,6 +224,9 @@ def test_a_rollout_func_gets_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with started(tmp_path, max_steps=1, rollout_func=rolled, **KV) as trainer:
         trainer.train()
+        ids = trainer.rollout_engine.last_sequences
         assert len(texts) == 32
-        assert all(text.startswith("w") for text in texts)
+        decoded = trainer.processing_class.batch_decode([x[-8:] for x in ids], skip_special_tokens=True)
+        assert set(decoded) <= {text.strip() for text in texts}
+        assert min(map(len, decoded)) > 8
         assert trainer.rollout_engine.observation.response_lengths == [8] * 32

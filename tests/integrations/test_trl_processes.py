@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Train in two processes. Returns what each of them has seen, and their common log.
 
-    more: URL and PORT of a server
+    more: URL and PORT of a server, and how the policy is sharded
     """
     import two_processes
     import warm_processes  # it imports vLLM
@@ -45,6 +45,17 @@ def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Pat
     # What the guard advises is said, and not done: both engines stay what they are.
     assert first["fp8_kv"] == second["fp8_kv"] == [1.0] * 3
     assert "go on from a checkpoint with choice='bf16'" in log
+
+
+@pytest.mark.slow
+def test_two_processes_that_shard_the_policy_sync_it_whole(tmp_path: Path) -> None:
+    """By FSDP2 over gloo."""
+    first, second, _ = trained(tmp_path, "", "0", "fsdp2")
+    assert first["shards"] == second["shards"] > 30
+    assert first["weights"] == second["weights"]
+    assert first["same"]
+    assert second["same"]
+    assert all(0 < k3 < 0.05 for k3 in first["k3_kl"])
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator, DistributedType, PartialState
+from torch.distributed.tensor import DTensor
 from trl_runs import logged, started
 from vllm_server import free_port
 
@@ -13,15 +15,27 @@ from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 
 RANKS = 2
+# As `accelerate launch` sets them.
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
 
 
-def launch(model: str, folder: str, url: str = "", port: str = "0") -> None:
+def launch(model: str, folder: str, url: str = "", port: str = "0", sharded: str = "") -> None:
     """Train a model in two processes; each writes what it has seen to a file of the folder.
 
-    url: of a server; without one, each process has an engine of its own. port: where the first meets the server
+    url:     of a server; without one, each process has an engine of its own. port: where the first meets the server
+    sharded: "fsdp2": each process holds a half of every tensor
     """
     import trl.trainer.grpo_trainer  # noqa: F401 -- once for both
 
+    if sharded == "fsdp2":
+        os.environ |= FSDP
+        shard_on_cpus()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [get_context("fork").Process(target=train, args=(rank, model, folder, url, port)) for rank in range(RANKS)]
     for process in ranks:
@@ -29,6 +43,29 @@ def launch(model: str, folder: str, url: str = "", port: str = "0") -> None:
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0] * RANKS
+
+
+def shard_on_cpus() -> None:
+    """Let accelerate shard on CPUs, too: it does so on GPUs alone."""
+    begin = Accelerator.__init__
+
+    def begun(self: Accelerator, *args: Any, **more: Any) -> None:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        begin(self, *args, **more)
+
+    Accelerator.__init__ = begun
+
+
+def whole(parameter: Any) -> Any:
+    """A parameter of a policy with the shards of all processes."""
+    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def same(trainer: Any, policy: dict[str, Any]) -> bool:
+    """Return whether the engine holds the policy's weights, of those that a CPU keeps unpacked, bit for bit."""
+    model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+    held = {name: x for name, x in model.named_parameters() if "norm" in name or "embed_tokens" in name}
+    return len(held) > 10 and all(x.equal(policy[name].bfloat16()) for name, x in held.items())
 
 
 def judge(guard: Guard, observed: Any) -> Verdict:
@@ -47,6 +84,11 @@ def train(rank: int, model: str, folder: str, url: str, port: str) -> None:
         seen = {name: logged(trainer, f"fp8plan/{name}") for name in ("k3_kl", "fp8_kv", "threshold_tis")}
         seen |= {"ratio": logged(trainer, "sampling/importance_sampling_ratio/mean")}
         seen |= {"responses": trainer.plan.workload["prompts"] * trainer.plan.workload["samples"]}
-        seen |= {"weights": [float(x.detach().double().sum()) for x in trainer.model.parameters()]}
+        policy = {name: whole(x) for name, x in trainer.model.named_parameters()}
+        seen |= {"weights": [float(x.double().sum()) for x in policy.values()]}
+        seen |= {"shards": sum(isinstance(x, DTensor) for x in trainer.model.parameters())}
+        if not url:
+            trainer.vllm_generation.sync_weights()  # of the last step, too
+            seen |= {"same": same(trainer, policy)}
         seen |= {"state": trainer.monitor.state_dict()["controller"]}
     Path(folder, f"seen_{rank}.json").write_text(json.dumps(seen))

@@ -76,8 +76,8 @@ def kv_scales(
 
 
 def clean(state: SyncState) -> Procedure:
-    """Zero the KV cache after weights that may have written NaN: kernels multiply masked values by 0."""
-    if state.soiled:
+    """Zero a KV cache that is awake after weights that may have written NaN: kernels multiply masked values by 0."""
+    if state.soiled and "kv_cache" not in state.asleep:
         yield from rpc("fp8plan_zero_kv")
         state.soiled = False
 

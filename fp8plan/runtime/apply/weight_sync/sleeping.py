@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.apply.weight_sync.calls import Procedure
-from fp8plan.runtime.apply.weight_sync.kv_calibration import clean, rescaled
+from fp8plan.runtime.apply.weight_sync.calls import Procedure, rpc
+from fp8plan.runtime.apply.weight_sync.kv_calibration import rescaled
 from fp8plan.runtime.apply.weight_sync.state import Event, SyncState, refuse_dead
 
 TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
@@ -58,6 +58,7 @@ def woken(state: SyncState, tags: Collection[str]) -> Procedure:
     """Mend what vLLM's wake_up leaves: arbitrary bytes in the KV cache, and scales of 1.0. tags: the parts that woke"""
     if "kv_cache" in tags:
         state.soiled = True
-        yield from clean(state)
+        yield from rpc("fp8plan_zero_kv")
+        state.soiled = False
     yield from rescaled(state)
     state.asleep -= frozenset(tags)

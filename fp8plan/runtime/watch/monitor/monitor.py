@@ -8,10 +8,9 @@
 One call sees the whole batch of one optimiser step, as thresholds follow from all its tokens. Cut weights and mask
 into micro-batches afterwards, like everything else. Over ranks, divide by the mask's sum over all of them.
 
-The order is: pack; measure, reduced over the ranks; the controller decides; correct with the new thresholds; the guard
-judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, even without tokens. The
-first rank of the group decides for all, and writes alone; a failure to write stops no rank. Make the monitor after the
-process group, or let the launcher set RANK: the monitor opens its files at once.
+With torch.distributed every rank calls `step`, even without tokens. The first rank of the group decides for all, and
+writes alone; a failure to write stops no rank. Make the monitor after the process group, or let the launcher set RANK:
+the monitor opens its files at once.
 """
 
 from __future__ import annotations
@@ -103,10 +102,8 @@ class Monitor:
                 parallelism: each passes its piece of every sequence. It is a part of `group`. None: each rank's
                 sequences are whole
 
-    If thresholds cannot help further, `step.decided.escalate` names the next action. With a RolloutEngine, call before
-    the next sync
-
-        engine.apply(step.verdict, step.decided.escalate)
+    If thresholds cannot help further, `step.decided.escalate` names the next action. With a RolloutEngine, call
+    `engine.apply(step.verdict, step.decided.escalate)` before the next sync.
 
     It follows the guard's advice, or else `escalate`. With another engine, the training loop acts itself: on
     "recalibrate_kv", and some steps later perhaps on "step_down", to a precision with less FP8. `escalate` is None if
@@ -153,7 +150,7 @@ class Monitor:
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
-        self.steps = 0
+        self.steps, self._resumed = 0, False
         self._rolled_out = False  # True once a record has a rollout
         self._sinks = Sinks(sinks)
         self._open = rank(group) == 0
@@ -357,6 +354,9 @@ class Monitor:
         shown = rollout if isinstance(rollout, Mapping) else judged.observation
         off = None if self.guard is None and self.engine is None else judged.off
         record = record_of(number, step, self._witness.running(), self.guard, off, shown)
+        if self._resumed:  # an earlier run may have written the same steps
+            record["resumed"] = True
+            self._resumed = False
         if record.get("seconds") is not None and not self._rolled_out:
             self._rolled_out = True
             record.setdefault("first_rollout", True)  # `validate` leaves it out: its engine warms up
@@ -388,7 +388,7 @@ class Monitor:
         state = self.controller.resume(ControllerState.from_dict(data["controller"]), self._fresh)
         if self.guard is not None and data["guard"] is not None:
             self.guard.load_state_dict(data["guard"])
-        self.steps, self.state = steps, state
+        self.steps, self.state, self._resumed = steps, state, True
 
     def close(self) -> None:
         """Close the sinks."""
