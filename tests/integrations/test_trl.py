@@ -264,7 +264,8 @@ def test_the_guides_script_runs(
     trainer = names["trainer"]
     trainer.rollout_engine.shutdown()
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("fp8plan: ")]
-    assert said == [f'fp8plan: plan="auto": bf16 for {model()} on cpu', f"fp8plan: {trainer.plan.reasons[0]}"]
+    assert said[:2] == [f'fp8plan: plan="auto": bf16 for {model()} on cpu', f"fp8plan: {trainer.plan.reasons[0]}"]
+    assert "replaces TRL's defaults (sequence_mask, 3.0), also where they are written out" in said[2]
     assert trainer.plan.choices[trainer.plan.chosen].precision == trainer.rollout_engine.launch.precision == "bf16"
     assert logged(trainer, "fp8plan/fp8_kv") == [0.0]
 

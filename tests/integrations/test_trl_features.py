@@ -229,4 +229,4 @@ def test_a_rollout_func_gets_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         decoded = trainer.processing_class.batch_decode([x[-8:] for x in ids], skip_special_tokens=True)
         assert set(decoded) <= {text.strip() for text in texts}
         assert min(map(len, decoded)) > 8
-        assert trainer.rollout_engine.observation.response_lengths == [8] * 32
+        assert len(trainer.rollout_engine.observation.response_lengths) == 32

@@ -94,8 +94,8 @@ def test_all_forwards_use_the_engines_experts(tmp_path: Path, checkpointing: boo
 def test_trainers_that_cannot_replay_say_what_to_type() -> None:
     from fp8plan.integrations.trl.replay import refuse_other, refuse_replay
 
-    args = SimpleNamespace(vllm_mode="colocate", use_liger_kernel=False, torch_compile=False)
-    for wrong in ({"vllm_mode": "server"}, {"use_liger_kernel": True}, {"torch_compile": True}):
+    args = SimpleNamespace(vllm_mode="colocate", torch_compile=False)
+    for wrong in ({"vllm_mode": "server"}, {"torch_compile": True}):
         todo = f"type: {next(iter(wrong))}=.*, or router_replay=False"
         with pytest.raises(ConfigError, match=todo):
             refuse_replay(SimpleNamespace(**(vars(args) | wrong)), False, None)
@@ -128,7 +128,8 @@ def test_a_plan_made_at_the_start_counts_on_the_replay(gpu: str, counts: bool, m
 
     made: dict[str, Any] = {}
     monkeypatch.setattr("fp8plan.integrations.common.make_plan", lambda *_, **settings: made.update(settings))
-    args = SimpleNamespace(num_generations=8, max_completion_length=COMPLETION)
-    trainer = SimpleNamespace(_router_replay=True, args=args, _prompt_lengths=lambda: None)
-    module.GRPOTrainer._plan_for(trainer, "model", gpu, EngineLimits(), 8, "trl", None)
+    trainer: Any = SimpleNamespace(_router_replay=True, num_generations=8, _prompt_lengths=lambda: None)
+    trainer._remedies = lambda: module.GRPOTrainer._remedies(trainer)
+    generation: Any = SimpleNamespace(model=SimpleNamespace(name_or_path="model"), max_completion_length=COMPLETION)
+    module.GRPOTrainer._plan_for(trainer, generation, gpu, EngineLimits(), 8, "trl", None)
     assert made["remedies"].router_replay is counts

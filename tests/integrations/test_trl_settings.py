@@ -16,8 +16,10 @@ from plans import TRL_LIMITS, plan
 from tiny_models import cpu_plan
 from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import announce
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.apply.engine.options import options_of, remarks
 from fp8plan.runtime.this_host import said
@@ -43,6 +45,7 @@ def refused(match: str, tmp_path: Path, **settings: Any) -> None:
         ({"plan": 3}, r"plan is 3; allowed: \"auto\""),
         ({"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: GRPOConfig\(use_vllm=True"),
         ({"plan": "auto", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2; allowed: 1"),
+        ({"plan": "auto", "use_liger_kernel": True}, "no plan has run; type: use_liger_kernel=False, or plan=None"),
         ({"choice": "fp8_kv"}, "plan is None; type: plan='auto'"),
         (
             {"plan": "auto", "top_p": 0.9},
@@ -161,6 +164,38 @@ def test_a_servers_options_are_read_from_its_configuration() -> None:
     assert len(remarks(options_of(plain | {"lora_config": {"max_loras": 1}}))) == 2
 
 
+def limits_checked(longest: int, **trainer: Any) -> None:
+    """Check a server's longest request for a trainer with prompts of at most 8 tokens, and completions of 16."""
+    from fp8plan.integrations.trl.planned import Planned
+
+    lengths = SimpleNamespace(values=(5, 8))
+    process: Any = SimpleNamespace(_prompt_lengths=lambda: lengths, **trainer)
+    generation: Any = SimpleNamespace(max_completion_length=16)
+    Planned._check_limits(process, generation, EngineLimits(max_model_len=longest))
+
+
+@pytest.mark.parametrize("more", [{"tools": [print]}, {"tools": [], "environment_factories": {"a": print}}])
+def test_a_server_that_is_too_short_for_turns_of_tools_is_refused(more: dict[str, Any]) -> None:
+    """TRL asks for a whole completion in each turn, and the server answers 400."""
+    limits_checked(40, **more)
+    with pytest.raises(ConfigError, match="max_model_len is 39, and turns of tools need 40: a prompt of 8 and twice"):
+        limits_checked(39, **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": None}, {"tools": [], "environment_factories": None}])
+def test_without_tools_a_server_may_be_shorter(more: dict[str, Any]) -> None:
+    limits_checked(24, **more)
+
+
+@pytest.mark.parametrize("seen", ["_is_vlm", "is_vision_model"])
+def test_a_policy_that_takes_images_is_refused(seen: str) -> None:
+    from fp8plan.integrations.trl.planned import Planned
+
+    process: Any = SimpleNamespace(plan=KV, **{seen: True})
+    with pytest.raises(ConfigError, match=r"takes images, .*; type: processing_class=AutoTokenizer\.from_pretrained"):
+        Planned._planned(process, SimpleNamespace(), True)  # type: ignore[arg-type]
+
+
 KV = cpu_plan("fp8_kv")
 
 
@@ -243,6 +278,11 @@ def args(**changed: Any) -> Any:
             {"mode": "token_mask", "clip_min": 0.5, "clip_max": 4.0},
             CorrectionSettings("token", "icepop", Thresholds(None, (0.5, 4.0))),
         ),
+        ({"mode": "sequence_mask", "clip_max": 3.0}, CorrectionSettings(thresholds=Thresholds(1.5))),  # as the defaults
+        (
+            {"mode": "sequence_mask", "clip_min": 0.0},
+            CorrectionSettings("sequence", "icepop", Thresholds(None, (sys.float_info.min, 3.0))),
+        ),
         (
             {"mode": "sequence_mask", "clip_min": 0.25},
             CorrectionSettings("sequence", "icepop", Thresholds(None, (0.25, 3.0))),
@@ -306,6 +346,7 @@ def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> N
     measured = Monitor(correction.correction_of(args(correction=False), {})).step(train, rollout, mask)
     assert torch.equal(correction.ratio_of(measured, mask), torch.ones(6, 20))
     assert measured.mismatch.k3 > 0.01
+    assert measured.metrics[schemas.TIS] is None  # nothing is cut
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])

@@ -124,7 +124,8 @@ def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
         assert len(records) == STEPS
         for record in records:
             assert sum(record["response_lengths"]) == record["metrics"]["fp8plan/tokens"]
-            assert len(record["response_lengths"]) > 32  # with the turns after the first
+            assert len(record["response_lengths"]) == 32
+            assert sum(map(len, record["turns"])) > 32
             assert Sampling.of(record["sampling"]) == Sampling(trainer_temperature=1.0)
         states = [(record["guard"]["state"]["rung"], record["guard"]["state"]["taken"]) for record in records]
         assert states[:4] == [

@@ -23,13 +23,19 @@ FSDP = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
 }
+ZERO3 = {
+    "zero_optimization": {"stage": 3},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"), "auto"),
+}
 
 
 def launch(model: str, folder: str, url: str = "", port: str = "0", sharded: str = "") -> None:
     """Train a model in two processes; each writes what it has seen to a file of the folder.
 
     url:     of a server; without one, each process has an engine of its own. port: where the first meets the server
-    sharded: "fsdp2": each process holds a half of every tensor
+    sharded: "fsdp2" or "zero3": each process holds a half of the policy's large tensors
     """
     import trl.trainer.grpo_trainer  # noqa: F401 -- once for both
 
@@ -37,7 +43,10 @@ def launch(model: str, folder: str, url: str = "", port: str = "0", sharded: str
         os.environ |= FSDP
         shard_on_cpus()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [get_context("fork").Process(target=train, args=(rank, model, folder, url, port)) for rank in range(RANKS)]
+    ranks = [
+        get_context("fork").Process(target=train, args=(rank, model, folder, url, port, sharded == "zero3"))
+        for rank in range(RANKS)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -58,6 +67,11 @@ def shard_on_cpus() -> None:
 
 def whole(parameter: Any) -> Any:
     """A parameter of a policy with the shards of all processes."""
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
     return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -72,11 +86,17 @@ def judge(guard: Guard, observed: Any) -> Verdict:
     return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=Action.KV_TO_BF16, reason="a test")
 
 
-def train(rank: int, model: str, folder: str, url: str, port: str) -> None:
+def train(rank: int, model: str, folder: str, url: str, port: str, zero3: bool) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     Guard.after_rollout = judge  # type: ignore[method-assign]
     settings: dict[str, Any] = {"per_device_train_batch_size": 16, "max_steps": 3, "ddp_backend": "gloo"}
     settings["policy"] = model
+    if zero3:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        from deepspeed import init_distributed
+
+        init_distributed("gloo", auto_mpi_discovery=False)  # accelerate does so on GPUs alone
+        settings["deepspeed"] = ZERO3
     if url:
         settings |= {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": int(port)}
     with started(Path(folder), plan="auto", choice="fp8_kv", **settings) as trainer:
@@ -86,7 +106,7 @@ def train(rank: int, model: str, folder: str, url: str, port: str) -> None:
         seen |= {"responses": trainer.plan.workload["prompts"] * trainer.plan.workload["samples"]}
         policy = {name: whole(x) for name, x in trainer.model.named_parameters()}
         seen |= {"weights": [float(x.double().sum()) for x in policy.values()]}
-        seen |= {"shards": sum(isinstance(x, DTensor) for x in trainer.model.parameters())}
+        seen |= {"shards": sum(isinstance(x, DTensor) or not x.numel() for x in trainer.model.parameters())}
         if not url:
             trainer.vllm_generation.sync_weights()  # of the last step, too
             seen |= {"same": same(trainer, policy)}

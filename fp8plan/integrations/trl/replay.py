@@ -27,9 +27,8 @@ def refuse_replay(args: Any, turns: bool, model: Any) -> None:
         raise ConfigError(
             f"router_replay is True, and TRL's server returns no experts; type: vllm_mode='colocate', {OFF}"
         )
-    for name in ("use_liger_kernel", "torch_compile"):
-        if getattr(args, name):
-            raise ConfigError(f"router_replay is True, and {name} has none; type: {name}=False, {OFF}")
+    if args.torch_compile:
+        raise ConfigError(f"router_replay is True, and torch_compile has none; type: torch_compile=False, {OFF}")
     if turns:
         raise ConfigError(
             "router_replay is True, and the turns of tools, environments and rollout_func have routes of their own; "

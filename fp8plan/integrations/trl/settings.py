@@ -78,6 +78,10 @@ def check_args(args: Any) -> None:
             f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
             "for each process, a server on as many GPUs (vllm_mode='server'), or plan=None"
         )
+    if args.use_liger_kernel:
+        raise ConfigError(
+            "use_liger_kernel is True, with which no plan has run; type: use_liger_kernel=False, or plan=None"
+        )
 
 
 def check_plan(plan: Plan, choice: int | str | None, generation: Any, on_cpu: bool) -> None:
