@@ -321,9 +321,10 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
     run_file = tmp_path / "run.jsonl"
     done = forked(tmp_path, "trl_grpo.py", str(run_file))
     assert done.returncode == 0, done.stderr  # where transformers warns of its own names
-    chosen, why, *steps = done.stdout.splitlines()
+    chosen, why, replaced, *steps = done.stdout.splitlines()
     assert re.match(r"fp8plan: plan=\"auto\", choice='fp8_kv': fp8_kv for .* on cpu", chosen)
     assert why.startswith("fp8plan: without choice: ")
+    assert replaced.startswith("fp8plan: the plan's correction replaces TRL's")
     assert tells_each_step(done)
     rewards = [float(re.match(r"step \d+: reward ([\d.]+), KL ", line)[1]) for line in steps]  # type: ignore[index]
     assert 0.4 < rewards[0] < 0.6

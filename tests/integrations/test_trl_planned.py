@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 from test_trl import same_as_policy
 from test_trl_turns import TEMPLATE
 from trl_runs import SETTINGS, dataset, ended, logged, model, share_of_even
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 
 pytestmark = pytest.mark.trl
 
@@ -104,6 +109,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_trainers_generate_with_a_planned_engine_and_an_fp8_kv_cache(
@@ -138,3 +144,44 @@ def test_other_trainers_generate_with_a_planned_engine_and_an_fp8_kv_cache(
         assert seen[1][2] == "sequences of the last rollout"
         assert logged(trainer, "fp8plan/fp8_kv") == [1.0] * 2
         assert min(logged(trainer, "fp8plan/tokens_per_s")) > 0
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "match"),
+    [
+        (rloo, {"sinks": [print]}, "RLOOTrainer takes no sinks; allowed: "),
+        (rloo, {"choice": "fp8_kv"}, "choice belongs to a plan, and plan is None; type: plan='auto'"),
+        (rloo, {"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: RLOOConfig\(use_vllm=True"),
+        (
+            online_dpo,
+            {"plan": "auto", "vllm_mode": "server"},
+            "vllm_mode is 'server', for which OnlineDPOTrainer has a",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_plan_is_refused(
+    made: Callable[..., Any], more: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        made(tmp_path, **more)
+
+
+@pytest.mark.vllm
+def test_the_guards_advice_is_followed_without_a_monitor_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(guard: Guard, observed: Any) -> Verdict:
+        action = Action.KV_TO_BF16 if guard.facts.precision == "fp8_kv" else Action.NONE
+        return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=action, reason="a test")
+
+    monkeypatch.setattr(Guard, "after_rollout", judge)
+    settings = {"plan": "auto", "choice": "fp8_kv", "max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    with ended(rloo(tmp_path, **settings)) as trainer:
+        trainer.train()
+        assert logged(trainer, "fp8plan/fp8_kv") == [1.0, 0.0, 0.0]
+        assert logged(trainer, "fp8plan/speed_ratio") == [0.5] * 3
+    state = json.loads((tmp_path / "checkpoint-3" / "fp8plan.json").read_text())
+    assert (state["guard"]["rung"], len(state["sequences"])) == ("kv_to_bf16", 16)
+    with ended(rloo(tmp_path, plan="auto", choice="fp8_kv", max_steps=4)) as trainer:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert trainer.rollout_engine.launch.precision == "bf16"

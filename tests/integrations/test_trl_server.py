@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import requests
 from plans import predicted
+from test_trl_planned import rloo
 from tiny_models import VOCABULARY, cpu_plan
 from tiny_models import started as engine_started
-from trl_runs import COMPLETION, PROMPT, model, started, trainer_of
+from trl_runs import COMPLETION, PROMPT, ended, logged, model, started, trainer_of
 from vllm_server import Server, free_port, serving
 
 from fp8plan.errors import ConfigError, SyncError
@@ -100,6 +101,15 @@ def run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
             folder / "policy",
             folder,
         )
+
+
+def test_another_trainer_takes_the_server_by_the_mixin(server: Server, tmp_path: Path) -> None:
+    with ended(rloo(tmp_path, **of(server, max_steps=2))) as trainer:
+        trainer.train()
+        assert trainer.vllm_generation.report.kv_source == "the last sequences that were generated"
+        assert len(trainer.rollout_engine.observation.response_lengths) == 32
+        assert logged(trainer, "fp8plan/fp8_kv") == [1.0] * 2
+        assert min(logged(trainer, "fp8plan/sync_compared")) > 0
 
 
 def test_rollouts_by_fp8plans_route_are_trls(server: Server) -> None:

@@ -68,9 +68,9 @@ def shard_on_cpus() -> None:
 def whole(parameter: Any) -> Any:
     """A parameter of a policy with the shards of all processes."""
     if hasattr(parameter, "ds_id"):
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters([parameter]):
+        with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
     return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
