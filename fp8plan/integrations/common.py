@@ -21,6 +21,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.risk.expected import THRESHOLD
 from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
@@ -125,6 +126,23 @@ def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
     if not Path(source).is_file():
         raise ConfigError(f"plan is {str(source)!r}, and there is no such file; allowed: {allowed}")
     return Plan.from_json(Path(source).read_text(encoding="utf-8"))
+
+
+def check_model(setup: EngineSetup, model: str) -> None:
+    """Raise ConfigError if a checkpoint has other layers than an engine's model.
+
+    model: hub id or folder of the checkpoint; one without a readable config passes
+    """
+    plain = replace(setup, remedies=NO_REMEDIES)
+    shape, planned = replace(plain, model=model).known_shape, plain.shape
+    if shape is None or (shape.hidden_size, shape.layers) == (planned.hidden_size, planned.layers):
+        return
+    sizes, others = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
+    differ = f"both have {sizes}, of other parts" if sizes == others else f"{sizes}, and {others}"
+    raise ConfigError(
+        f"the plan is for {planned.name}, and the model is {model} ({differ}); "
+        f"plan again: fp8plan plan {model} --gpu {setup.gpu.name}"
+    )
 
 
 def announce(plan: Plan, source: Any, choice: int | str | None) -> None:

@@ -17,8 +17,10 @@ from tiny_models import cpu_plan
 from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import announce
+from fp8plan.integrations.common import announce, check_model
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import options_of, remarks
 from fp8plan.runtime.this_host import said
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
@@ -384,3 +386,10 @@ def test_prompts_are_spread_over_the_dataset() -> None:
     assert list(planning.spread(3)) == [0, 1, 2]
     assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
     assert planning.lengths_of([[1, 2], [3]]).values == (2, 1)
+
+
+def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:
+    setup = EngineSetup("Qwen/Qwen3-8B", "h200", "fp8_block", remedies=Remedies(keep_bf16=(1, 1)))
+    check_model(setup, "Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
+        check_model(setup, "Qwen/Qwen3-4B")

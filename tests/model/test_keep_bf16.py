@@ -107,12 +107,6 @@ def test_kept_layers_lower_the_mismatch_by_their_share_of_the_quantised_ones() -
     assert (risks[0] - risks[1]) * 2 == pytest.approx(risks[0] - risks[2])
 
 
-def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:
-    engine(DENSE, 1, 1).check_model(DENSE)
-    with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
-        engine(DENSE, 1, 1).check_model("Qwen/Qwen3-4B")
-
-
 def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path) -> None:
     fields = {
         "model": DENSE, "gpu": "h200_sxm", "engine_version": "0.33.0", "precision": "fp8_block", "seconds": 1.0,
@@ -125,10 +119,10 @@ def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path)
     assert kept.setup.remedies.keep_bf16 == (2, 1)
     assert sum(x.layers for x in kept.setup.shape.left_in_bf16() if x.name == "qkv_proj") == 3
     assert whole.group == kept.group  # speed-ups of both are over the group's bf16 record, which keeps no layers
-    facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, keep_bf16=(2, 1))
+    facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, remedies=Remedies(keep_bf16=(2, 1)))
     assert facts.setup.shape == kept.setup.shape
     assert rollout_fields(None, facts)["keep_bf16"] == [2, 1]
-    outputs = replace(facts, keep_bf16=(2, 1, "o_proj"))
+    outputs = replace(facts, remedies=Remedies(keep_bf16=(2, 1, "o_proj")))
     file.write_text(json.dumps(fields | json.loads(json.dumps(rollout_fields(None, outputs) | fields))) + "\n")
     (again,) = read_records(file)
     assert again.setup.shape == outputs.setup.shape == keeping(DENSE, (2, 1, "o_proj")).shape

@@ -24,6 +24,7 @@ from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import (
     announce,
+    check_model,
     load_state,
     metrics_of,
     plan_for,
@@ -262,7 +263,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The checked plan, without thresholds that TRL's settings replace."""
         assert self.plan is not None
         check_plan(self.plan, self._choice, self.args, on_cpu)
-        self.plan.setup(self._choice).check_model(generation.model.name_or_path)
+        check_model(self.plan.setup(self._choice), generation.model.name_or_path)
         self._replaying = self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
         if self._replaying:
             turns = self.tools or self.environment_factories or self.rollout_func
