@@ -13,13 +13,14 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.kept import Kept, kept_layers
 from fp8plan.model.architecture.parts import Layer, Mamba2
+from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.workload import Batch
+from fp8plan.model.workload import Batch, Workload
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
@@ -149,6 +150,19 @@ def test_linears_that_cannot_be_kept_are_refused(model: str, kept: Kept, says: s
         mismatch_risk(
             ModelShape.from_hf(model), keeping(DENSE, (0, 0)).precision, [9], remedies=Remedies(keep_bf16=kept)
         )
+
+
+@pytest.mark.parametrize(("gpu", "precisions"), [("h200", ["bf16", "fp8_kv"]), ("a100-80gb", None), ("cpu", None)])
+def test_kept_layers_without_fp8_weights_are_refused(gpu: str, precisions: list[str] | None) -> None:
+    """They change nothing there, unless the trainer has FP8 linears beside them."""
+    work, model = Workload(4, 1, 16, 16), "fp8plan/dense-50m"
+    with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 1\), and no planned engine has FP8 weights; leave"):
+        plan(model, gpu, work, precisions=precisions, remedies=Remedies(keep_bf16=(1, 1)))
+    made = [
+        plan(model, gpu, work, precisions=precisions, remedies=Remedies(trainer_precision="fp8_block", keep_bf16=kept))
+        for kept in ((0, 0), (1, 1))
+    ]
+    assert made[0].choices[0].kl_k3 > made[1].choices[0].kl_k3
 
 
 def test_attention_outputs_of_a_model_without_attention_are_refused() -> None:
