@@ -238,7 +238,7 @@ def args(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, CorrectionSettings(thresholds=Thresholds(1.5))),  # TRL's defaults: the plan's
+        ({}, CorrectionSettings()),  # TRL's defaults: the plan's
         ({"mode": "token_truncate", "clip_max": 4.0}, CorrectionSettings(thresholds=Thresholds(4.0))),
         ({"mode": "sequence_truncate"}, CorrectionSettings("sequence", thresholds=Thresholds(3.0))),
         (
@@ -258,13 +258,7 @@ def test_trls_settings_decide_the_correction_where_the_user_changed_them(
     from fp8plan.integrations.trl import trainer as correction
 
     told = args(**changed)
-    assert correction.correction_of(told, {"token_tis": 1.5}) == expected
-
-
-def test_without_thresholds_of_a_plan_it_is_token_tis_at_2() -> None:
-    from fp8plan.integrations.trl import trainer as correction
-
-    assert correction.correction_of(args(), {}) == CorrectionSettings(thresholds=Thresholds(2.0))
+    assert correction.correction_of(told) == expected
 
 
 @pytest.mark.parametrize(
@@ -278,13 +272,13 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
     from fp8plan.integrations.trl import trainer as correction
 
     with pytest.raises(ConfigError, match=match):
-        correction.correction_of(args(**changed), {})
+        correction.correction_of(args(**changed))
 
 
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
     """TRL's own formulas, in each of its modes, give the same for these log-probs."""
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.controller.fit import constant
     from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(0)
@@ -301,11 +295,11 @@ def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> N
     }
     for mode, wanted in expected.items():
         told = args(mode=mode, clip_max=1.2, clip_min=0.8 if mode.endswith("mask") else None)
-        settings = correction.correction_of(told, {})
-        monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+        settings = correction.correction_of(told)
+        monitor = Monitor(settings, constant(settings, None))
         ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
         assert torch.allclose(ratio, torch.where(mask, wanted, 1.0), rtol=1e-5), mode
-    measured = Monitor(correction.correction_of(args(correction=False), {})).step(train, rollout, mask)
+    measured = Monitor(correction.correction_of(args(correction=False))).step(train, rollout, mask)
     assert torch.equal(correction.ratio_of(measured, mask), torch.ones(6, 20))
     assert measured.mismatch.k3 > 0.01
 
@@ -316,7 +310,7 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     import trl
 
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.controller.fit import constant
     from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(1)
@@ -330,8 +324,8 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     own = torch.exp((train - rollout) * mask)
     own = own.clamp(max=3.0) if mode == "token_truncate" else own.masked_fill((own < 0.2) | (own > 3.0), 0.0)
     told = args(mode=mode, clip_max=3.0, clip_min=None if mode == "token_truncate" else 0.2)
-    settings = correction.correction_of(told, {})
-    monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+    settings = correction.correction_of(told)
+    monitor = Monitor(settings, constant(settings, None))
     ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
     assert torch.allclose(ratio, own, rtol=1e-5)  # everywhere, so that no loss can tell them apart
     phi = [

@@ -492,6 +492,9 @@ def test_trl_accepts_the_config_and_runs_it_colocated(tmp_path: Path) -> None:
     assert config.vllm_importance_sampling_correction is True
     clips = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     assert (config.vllm_importance_sampling_mode, *clips) == ("token_truncate", None, 1.75)
+    # The C of a law that tightens is a constant in TRL's own trainer, and a start in fp8plan's.
+    own, ours = (layout(tp, 4, limits=limits, thresholds={"token_tis": 4.0}).trl_config() for tp in (2, 1))
+    assert [x["vllm_importance_sampling_clip_max"] for x in (own, ours)] == [2.0, 4.0]
 
 
 @pytest.mark.trl
