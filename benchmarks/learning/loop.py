@@ -28,6 +28,7 @@ from fp8plan.model.risk.expected import COUNTED_TIS, THRESHOLD
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import held_back
+from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 
 ADVISES_NOTHING: Final = GuardSettings(patience=None)  # it judges each rollout; an arm stays what it is called
@@ -104,7 +105,8 @@ class Loop:
         if (folder / "plan.json").is_file():
             plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             # An arm starts at its own C, whatever the plan recommends.
-            plan = replace(plan, thresholds={THRESHOLD: self.correction.settings.thresholds.tis or COUNTED_TIS})
+            start = self.correction.settings.thresholds or Thresholds(COUNTED_TIS)
+            plan = replace(plan, thresholds={THRESHOLD: start.tis})
         sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
         laws = self.correction
         self.monitor = fp8plan.Monitor(laws.settings, laws.controller, sinks, plan=plan, engine=self.engine)

@@ -19,14 +19,15 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
-from fp8plan.model.risk.expected import THRESHOLD
+from fp8plan.model.risk.expected import TIS_START
 from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.this_host import TIMED, said
-from fp8plan.runtime.watch.controller.fit import constant
+from fp8plan.runtime.watch.controller.fit import constant, default_law
 from fp8plan.runtime.watch.controller.laws import Controller, LevelThresholds
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
@@ -46,22 +47,22 @@ class TrainerSettings(msgspec.Struct, frozen=True):
     """The settings that users write in any trainer's configuration. Every key may be left out.
 
     plan:       path of a plan's JSON
-    thresholds: "constant", or "level" (LevelThresholds)
-    target_kl:  KL in nats per token up to which "level" keeps the thresholds; null: as the plan expects, or 0.01
+    thresholds: "level" (LevelThresholds), or "constant"; null: the default law (fp8plan.runtime.watch.controller.fit)
+    target_kl:  KL in nats per token up to which a law keeps the thresholds; null: as the plan expects, or 0.01
     limit_kl:   KL in nats per token above which the alarm sounds; null: likewise
     run_file:   path of a file for `fp8plan monitor`; null: none is written
     """
 
     plan: str | None = None
-    thresholds: str = "constant"
+    thresholds: str | None = None
     target_kl: float | None = None
     limit_kl: float | None = None
     run_file: str | None = None
 
     def __post_init__(self) -> None:
-        if self.thresholds not in ("constant", "level"):
+        if self.thresholds not in (None, "constant", "level"):
             raise ConfigError(
-                f'thresholds is {self.thresholds!r}; allowed: "constant", the default, or "level", which '
+                f'thresholds is {self.thresholds!r}; allowed: null, the default law, "constant", or "level", which '
                 "tightens while the KL is above its target"
             )
 
@@ -72,13 +73,13 @@ class TrainerSettings(msgspec.Struct, frozen=True):
         """
         levels = {"target_kl": self.target_kl, "limit_kl": self.limit_kl}
         kl: dict[str, Any] = {name: level for name, level in levels.items() if level is not None}
+        if self.thresholds is None:
+            return default_law(correction, plan, **kl)
         if self.thresholds == "constant":
-            if "target_kl" in kl:
-                raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "level"')
             return constant(correction, plan, **kl)
         if correction.level is None:
             raise ConfigError('thresholds is "level" and nothing is corrected; allowed: "constant"')
-        start = correction.thresholds
+        start = correction.thresholds or Thresholds(TIS_START)
         return LevelThresholds(start.tis, start.band, correction.level, **kl)
 
     def sinks(self) -> list[JsonLines]:
@@ -125,6 +126,23 @@ def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
     if not Path(source).is_file():
         raise ConfigError(f"plan is {str(source)!r}, and there is no such file; allowed: {allowed}")
     return Plan.from_json(Path(source).read_text(encoding="utf-8"))
+
+
+def check_model(setup: EngineSetup, model: str) -> None:
+    """Raise ConfigError if a checkpoint has other layers than an engine's model.
+
+    model: hub id or folder of the checkpoint; one without a readable config passes
+    """
+    plain = replace(setup, remedies=NO_REMEDIES)
+    shape, planned = replace(plain, model=model).known_shape, plain.shape
+    if shape is None or (shape.hidden_size, shape.layers) == (planned.hidden_size, planned.layers):
+        return
+    sizes, others = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
+    differ = f"both have {sizes}, of other parts" if sizes == others else f"{sizes}, and {others}"
+    raise ConfigError(
+        f"the plan is for {planned.name}, and the model is {model} ({differ}); "
+        f"plan again: fp8plan plan {model} --gpu {setup.gpu.name}"
+    )
 
 
 def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
@@ -186,16 +204,6 @@ def plan_for(
         remedies = replace(remedies, router_replay=False)
     made = make_plan(model, card, workload, remedies=remedies, **more)
     return made if host_loop_s is None else replace(made, warnings=(*made.warnings, said(host_loop_s, timed)))
-
-
-# ---------------------------------------------------------------------------------------------------- correction
-
-
-def settings_of(thresholds: Mapping[str, Any]) -> CorrectionSettings:
-    """The correction that a plan's thresholds ask for: token TIS, at C = 2 without any."""
-    if THRESHOLD in thresholds:
-        return CorrectionSettings(thresholds=Thresholds(thresholds[THRESHOLD]))
-    return CorrectionSettings()
 
 
 # ----------------------------------------------------------------------------------------------------------- log

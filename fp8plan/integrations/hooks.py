@@ -15,9 +15,9 @@ the function before its first optimiser step, and step equally often. Else the o
 share have thresholds for their own shard, and the run file has rank 0's shard only.
 
 The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration. Without a file all have
-their defaults: token TIS that begins at C = 2.
+their defaults: token TIS under the default law.
 
-    {"tis": 2.0, "plan": "plan.json", "run_file": "run.jsonl"}
+    {"plan": "plan.json", "run_file": "run.jsonl"}
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HookSettings(TrainerSettings, frozen=True):
     """Settings of the Monitor in a trainer's process, beside those of every trainer.
 
     level, mode: as in CorrectionSettings; a level is needed
-    tis:         C that TIS begins with
+    tis:         C that TIS begins with; null: that of the default law
     band:        (low, high) that MIS or IcePop begins with; null: 0.5 to 2
     veto:        as in CorrectionSettings
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
@@ -74,7 +74,7 @@ class HookSettings(TrainerSettings, frozen=True):
 
     level: Level = "token"
     mode: Mode = "tis"
-    tis: float = 2.0
+    tis: float | None = None
     band: tuple[float, float] | None = None
     veto: float | None = None
     sampling: Sampling | None = None
@@ -85,7 +85,9 @@ class HookSettings(TrainerSettings, frozen=True):
         """The correction of gradients, with the thresholds to begin with. Raises ConfigError for a contradiction."""
         if self.band is not None and self.mode == "tis":
             raise ConfigError('band with mode \'tis\', which has none; allowed: "mode": "mis", or tis alone')
-        start = Thresholds(self.tis) if self.mode == "tis" else Thresholds(None, self.band or (0.5, 2.0))
+        start = None if self.tis is None else Thresholds(self.tis)
+        if self.mode != "tis":
+            start = Thresholds(None, self.band or (0.5, 2.0))
         return CorrectionSettings(self.level, self.mode, start, veto=self.veto)
 
     def read_plan(self) -> Plan | None:

@@ -73,8 +73,11 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
         ({"level": None}, "level is None; allowed: text"),
         ({"band": [0.8, 1.2]}, "band with mode 'tis', which has none; allowed"),
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
-        ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "level"'),
-        ({"thresholds": "tight"}, 'thresholds is \'tight\'; allowed: "constant", the default, or "level"'),
+        (
+            {"thresholds": "constant", "target_kl": 0.01},
+            'target_kl with constant thresholds, which have none; allowed: thresholds "level"',
+        ),
+        ({"thresholds": "tight"}, 'thresholds is \'tight\'; allowed: null, the default law, "constant", or "level"'),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),
         ({"sampling": {"topp": 0.9}}, "takes no topp (did you mean top_p?); allowed: temperature, top_p"),
         ({"sampling": {"top_p": 9}}, "top_p is 9.0; allowed: above 0, 1 at most"),
@@ -151,9 +154,9 @@ def test_ranks_share_their_statistics_unless_they_are_told_not_to(tmp_path: Path
     ]
     one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
     assert [x[0] for x in one] == [x[0] for x in other]  # shared
-    assert one[-1][0] < 2.0  # by rank 1's mismatch
-    assert [x[1] for x in one] == [2.0] * 4  # alone: rank 0 sees no mismatch
-    assert other[-1][1] < 2.0
+    assert one[-1][0] < 4.0  # by rank 1's mismatch
+    assert [x[1] for x in one] == [4.0] * 4  # alone: rank 0 sees no mismatch
+    assert other[-1][1] < 4.0
     rows = {}
     for name in ("shared", "alone"):
         rows[name] = [row["metrics"]["fp8plan/tokens"] for row in jsonl.rows(tmp_path / f"{name}.jsonl")]

@@ -17,8 +17,10 @@ from tiny_models import cpu_plan
 from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import announce
+from fp8plan.integrations.common import announce, check_model
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import options_of, remarks
 from fp8plan.runtime.this_host import said
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
@@ -236,7 +238,7 @@ def args(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, CorrectionSettings(thresholds=Thresholds(1.5))),  # TRL's defaults: the plan's
+        ({}, CorrectionSettings()),  # TRL's defaults: the plan's
         ({"mode": "token_truncate", "clip_max": 4.0}, CorrectionSettings(thresholds=Thresholds(4.0))),
         ({"mode": "sequence_truncate"}, CorrectionSettings("sequence", thresholds=Thresholds(3.0))),
         (
@@ -256,13 +258,7 @@ def test_trls_settings_decide_the_correction_where_the_user_changed_them(
     from fp8plan.integrations.trl import trainer as correction
 
     told = args(**changed)
-    assert correction.correction_of(told, {"token_tis": 1.5}) == expected
-
-
-def test_without_thresholds_of_a_plan_it_is_token_tis_at_2() -> None:
-    from fp8plan.integrations.trl import trainer as correction
-
-    assert correction.correction_of(args(), {}) == CorrectionSettings(thresholds=Thresholds(2.0))
+    assert correction.correction_of(told) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,13 +272,13 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
     from fp8plan.integrations.trl import trainer as correction
 
     with pytest.raises(ConfigError, match=match):
-        correction.correction_of(args(**changed), {})
+        correction.correction_of(args(**changed))
 
 
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
     """TRL's own formulas, in each of its modes, give the same for these log-probs."""
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.controller.fit import constant
     from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(0)
@@ -299,11 +295,11 @@ def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> N
     }
     for mode, wanted in expected.items():
         told = args(mode=mode, clip_max=1.2, clip_min=0.8 if mode.endswith("mask") else None)
-        settings = correction.correction_of(told, {})
-        monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+        settings = correction.correction_of(told)
+        monitor = Monitor(settings, constant(settings, None))
         ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
         assert torch.allclose(ratio, torch.where(mask, wanted, 1.0), rtol=1e-5), mode
-    measured = Monitor(correction.correction_of(args(correction=False), {})).step(train, rollout, mask)
+    measured = Monitor(correction.correction_of(args(correction=False))).step(train, rollout, mask)
     assert torch.equal(correction.ratio_of(measured, mask), torch.ones(6, 20))
     assert measured.mismatch.k3 > 0.01
 
@@ -314,7 +310,7 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     import trl
 
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.controller.fit import constant
     from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(1)
@@ -328,8 +324,8 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     own = torch.exp((train - rollout) * mask)
     own = own.clamp(max=3.0) if mode == "token_truncate" else own.masked_fill((own < 0.2) | (own > 3.0), 0.0)
     told = args(mode=mode, clip_max=3.0, clip_min=None if mode == "token_truncate" else 0.2)
-    settings = correction.correction_of(told, {})
-    monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+    settings = correction.correction_of(told)
+    monitor = Monitor(settings, constant(settings, None))
     ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
     assert torch.allclose(ratio, own, rtol=1e-5)  # everywhere, so that no loss can tell them apart
     phi = [
@@ -384,3 +380,10 @@ def test_prompts_are_spread_over_the_dataset() -> None:
     assert list(planning.spread(3)) == [0, 1, 2]
     assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
     assert planning.lengths_of([[1, 2], [3]]).values == (2, 1)
+
+
+def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:
+    setup = EngineSetup("Qwen/Qwen3-8B", "h200", "fp8_block", remedies=Remedies(keep_bf16=(1, 1)))
+    check_model(setup, "Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
+        check_model(setup, "Qwen/Qwen3-4B")

@@ -13,11 +13,14 @@ import torch
 from verl_parts import planned, small
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 pytestmark = [pytest.mark.verl, pytest.mark.transfer_queue]
 
 OURS = "actor_rollout_ref.rollout.custom.fp8plan"
+CORRECTION = "algorithm.rollout_correction"
+EMITTED = (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=4.0")  # of planned()
 ROWS, LENGTH = 8, 20
 LENGTHS = torch.tensor([20, 3, 7, 20, 1, 12, 20, 5])
 
@@ -181,6 +184,16 @@ def test_without_a_correction_all_weights_are_verls(trainer: Trainer, monkeypatc
     queue, metrics = step(trainer(f"+{OURS}.correct=False"), batch_of(0.5), monkeypatch)
     assert "rollout_is_weights" not in queue.fields
     assert metrics["fp8plan/k3_kl"] > 0.01
+
+
+def test_the_correction_that_emit_writes_is_the_plans(trainer: Trainer) -> None:
+    """C from 4 to 2 by default, and 2 as a constant. A C of the user's own stays as a constant."""
+    constant = f"+{OURS}.thresholds=constant"
+    for given, law, c in (((), LevelThresholds, 4.0), ((constant,), ConstantThresholds, 2.0)):
+        for told in ((), EMITTED):
+            monitor = trainer(*told, *given).monitor
+            assert (type(monitor.controller), monitor.thresholds.tis) == (law, c)
+    assert trainer(EMITTED[0], f"{CORRECTION}.rollout_is_threshold=3.0", constant).monitor.thresholds.tis == 3.0
 
 
 def test_without_a_correction_there_is_a_limit_and_nothing_adapts(trainer: Trainer) -> None:

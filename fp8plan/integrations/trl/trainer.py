@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,13 +24,13 @@ from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import (
     announce,
+    check_model,
     load_state,
     metrics_of,
     plan_for,
     read_plan,
     safer_than,
     save_state,
-    settings_of,
 )
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
@@ -75,8 +75,8 @@ OWN: Final = ("plan", "choice", "controller", "sinks", "router_replay")  # argum
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 
 
-def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
-    """TRL's correction if the user has changed one of its settings, else that of the plan's thresholds.
+def correction_of(args: Any) -> CorrectionSettings:
+    """TRL's correction if the user has changed one of its settings, else the plan's.
 
     If TRL's correction is off, the mismatch is still measured, and all weights are 1.
 
@@ -85,7 +85,7 @@ def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
     if not args.vllm_importance_sampling_correction:
         return CorrectionSettings(level=None)
     if not changed(args):
-        return settings_of(planned)
+        return CorrectionSettings()
     mode, low, high = (getattr(args, name) for name in FIELDS)
     level, _, kind = mode.partition("_")
     if kind == "mask":  # TRL's ratio is pi_train / pi_rollout too, and a masked token weighs 0
@@ -262,12 +262,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The checked plan, without thresholds that TRL's settings replace."""
         assert self.plan is not None
         check_plan(self.plan, self._choice, self.args, on_cpu)
-        self.plan.setup(self._choice).check_model(generation.model.name_or_path)
+        check_model(self.plan.setup(self._choice), generation.model.name_or_path)
         self._replaying = self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
         if self._replaying:
             turns = self.tools or self.environment_factories or self.rollout_func
             refuse_replay(self.args, bool(turns), generation.model)
-        self._correction = correction_of(self.args, self.plan.thresholds)
+        self._correction = correction_of(self.args)
         if changed(self.args):
             self.plan = replace(self.plan, thresholds={})
         if self.accelerator.is_main_process:

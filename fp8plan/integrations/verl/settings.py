@@ -19,7 +19,7 @@ from unittest.mock import patch
 from omegaconf import OmegaConf, open_dict
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import TrainerSettings, plan_for, read_plan, read_settings
+from fp8plan.integrations.common import TrainerSettings, check_model, plan_for, read_plan, read_settings
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
@@ -242,7 +242,7 @@ def plan_of(config: Any, settings: Settings) -> Plan:
     fault = next(_plan_faults(plan, config), None)
     if fault is not None:
         raise ConfigError(f"{fault}, or plan again: fp8plan plan MODEL --gpu GPU --emit verl --json {settings.plan}")
-    plan.setup().check_model(str(config.actor_rollout_ref.model.path))
+    check_model(plan.setup(), str(config.actor_rollout_ref.model.path))
     return plan
 
 

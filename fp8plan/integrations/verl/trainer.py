@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state, settings_of
+from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state
 from fp8plan.integrations.verl.settings import (
     WHERE,
     Settings,
@@ -29,8 +29,9 @@ from fp8plan.integrations.verl.settings import (
     settings_in,
 )
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.expected import THRESHOLD
 from fp8plan.runtime.apply.engine.options import remarks
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.correction.verl import from_verl
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
@@ -67,7 +68,8 @@ class PlannedTrainer:
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
         self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
-        self._controller = self._settings.controller(self._correction)  # bad settings raise before engines start
+        # Bad settings raise before engines start.
+        self._controller = self._settings.controller(self._correction, self.plan)
         announce(self.plan, self._settings.plan or "auto", self._settings.choice)
         for text in (*self.plan.reasons, *self.plan.warnings):
             logger.info("fp8plan: %s", text)
@@ -189,5 +191,8 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
         return CorrectionSettings(level=None), replace(plan, thresholds={})
     of_verl = config.algorithm.get("rollout_correction") or {}
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
-        return settings_of(plan.thresholds), plan
-    return from_verl(OmegaConf.to_container(of_verl, resolve=True)), replace(plan, thresholds={})
+        return CorrectionSettings(), plan
+    asked = from_verl(OmegaConf.to_container(of_verl, resolve=True))
+    if (asked.level, asked.thresholds) == ("token", Thresholds(plan.thresholds.get(THRESHOLD))):
+        return replace(asked, thresholds=None), plan  # the words of `fp8plan emit`, which repeat the plan
+    return asked, replace(plan, thresholds={})

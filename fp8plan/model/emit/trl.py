@@ -25,7 +25,7 @@ from fp8plan.model.emit.vllm import (
     vllm_env,
     vllm_kwargs,
 )
-from fp8plan.model.risk.expected import THRESHOLD
+from fp8plan.model.risk.expected import THRESHOLD, TIS_FLOOR
 from fp8plan.model.setup import EngineSetup
 
 MODES: Final = ("auto", "colocate", "server")
@@ -60,15 +60,16 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     samples = job.tokens("samples")
     if samples < 2:
         raise ConfigError("TRL's GRPO needs at least 2 samples per prompt, the workload has 1; use --samples 2 or more")
+    resolved = _resolve(job, mode)
     config = {
         "use_vllm": True,
-        "vllm_mode": _resolve(job, mode),
+        "vllm_mode": resolved,
         "num_generations": samples,
         "generation_batch_size": job.tokens("prompts") * samples,
         "max_completion_length": job.tokens("max_response_tokens"),
-        **_correction(job.thresholds),
+        **_correction(job.thresholds, _is_ours(resolved, job.setup)),
     }
-    if config["vllm_mode"] == "colocate":
+    if resolved == "colocate":
         config |= {
             "vllm_gpu_memory_utilization": limits.gpu_memory_utilization,
             "vllm_max_model_length": limits.max_model_len,
@@ -115,7 +116,7 @@ def _settings(job: Job) -> dict[str, Any]:
     """The settings as plain data, as `emit_trl` gives them."""
     config, env, setup = trl_config(job), vllm_env(job.setup), job.setup
     served = config["vllm_mode"] == "server"
-    ours = served or _by_fp8plan(setup)
+    ours = _is_ours(config["vllm_mode"], setup)
     notes = []
     if served:
         env |= _SERVER_ENV
@@ -134,6 +135,11 @@ def _settings(job: Job) -> dict[str, Any]:
         "env": env,
         "notes": notes + concurrent_notes(job.workload, "trl") + measured_notes(job),
     }
+
+
+def _is_ours(mode: str, setup: EngineSetup) -> bool:
+    """True if fp8plan's trainer runs the plan, False if TRL's own does."""
+    return mode == "server" or _by_fp8plan(setup)
 
 
 def _by_fp8plan(setup: EngineSetup) -> bool:
@@ -179,13 +185,16 @@ def _colocate_problems(job: Job) -> list[str]:
     return problems
 
 
-def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
+def _correction(thresholds: Mapping[str, Any], ours: bool) -> dict[str, Any]:
+    """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours.
+
+    ours: fp8plan's trainer runs, whose C tightens from there; TRL's own keeps its C
+    """
     if THRESHOLD not in thresholds:
         return {"vllm_importance_sampling_correction": False}
     return {
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_clip_max": thresholds[THRESHOLD],
+        "vllm_importance_sampling_clip_max": thresholds[THRESHOLD] if ours else min(thresholds[THRESHOLD], TIS_FLOOR),
     }

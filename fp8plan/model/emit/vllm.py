@@ -32,7 +32,7 @@ from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.model.risk.remedies import BLOCK, NO_REMEDIES, POW2
+from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
@@ -54,7 +54,7 @@ def ignored(setup: EngineSetup) -> list[str]:
 
     Raises ConfigError if as many layers are to be kept as there are, or if nothing says how many there are.
     """
-    patterns, shape = [ROUTER_PATTERN], _known_shape(setup)
+    patterns, shape = [ROUTER_PATTERN], setup.known_shape
     if shape is not None:
         patterns += _without_whole_blocks(shape, setup.limits.tensor_parallel_size)
     return patterns + kept_patterns(setup)
@@ -64,7 +64,7 @@ def kept_patterns(setup: EngineSetup) -> list[str]:
     """The patterns of the linears that the user keeps. Raises ConfigError as `ignored` does."""
     patterns, kept = [], setup.remedies.keep_bf16
     if any(ends_of(kept)):
-        shape = _known_shape(setup)
+        shape = setup.known_shape
         layers = _layers_in_config(setup) if shape is None else shape.num_layers
         numbers = "|".join(map(str, kept_numbers(kept, layers)))
         patterns.append(rf"re:.*\.layers\.({numbers})\..*")
@@ -184,7 +184,7 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
     }
-    if (kernel := named_backend(setup.gpu, preset, _known_shape(setup))) is not None:
+    if (kernel := named_backend(setup.gpu, preset, setup.known_shape)) is not None:
         kwargs["attention_backend"] = kernel.value
     if preset.in_blocks:
         kwargs |= (_online_quantisation(setup) if stored is None else {}) | _expert_kernels(setup)
@@ -199,7 +199,7 @@ def _kv_cache_dtype(setup: EngineSetup) -> str:
     """
     if setup.precision.kv == "fp8":
         return "fp8"
-    stored, shape = _stored_as(setup), _known_shape(setup)
+    stored, shape = _stored_as(setup), setup.known_shape
     indexed = shape is not None and shape.indexed
     return "bfloat16" if indexed or (stored is not None and stored.kv_fp8) else "auto"
 
@@ -220,22 +220,9 @@ def _expert_kernels(setup: EngineSetup) -> dict[str, Any]:
     return {"moe_backend": "triton"} if limits.expert_ranks > 1 and capability == (9, 0) else {}
 
 
-def _known_shape(setup: EngineSetup) -> ModelShape | None:
-    """The model's shape; None for a model that the cost model does not know, which vLLM can start all the same.
-
-    Raises ConfigError for `keep_bf16` that a known model does not allow.
-    """
-    try:
-        return setup.shape
-    except ConfigError:
-        if setup.remedies != NO_REMEDIES and _known_shape(replace(setup, remedies=NO_REMEDIES)) is not None:
-            raise
-        return None
-
-
 def _stored_as(setup: EngineSetup) -> Stored | None:
     """The format of an FP8 checkpoint, which vLLM reads from its config; None for one in BF16."""
-    shape = _known_shape(setup)
+    shape = setup.known_shape
     return None if shape is None else shape.stored
 
 
@@ -244,20 +231,14 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
     VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too. DeepGEMM then quantises the block-quantised weights a
     second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS on Gaussian weights. Off keeps
-    the FP32 scales. It stays on for Blackwell's kernels, which take no others, for a checkpoint whose scales are powers
-    of two, and for a trainer with such scales. On a CPU a variable sets the size of the KV pool.
+    the FP32 scales. It is on where `e8m0` of the setup says so. A checkpoint with such scales would switch it on, too
+    (get_config in vllm/transformers_utils/config.py). On a CPU a variable sets the size of the KV pool.
     """
     if setup.gpu.is_cpu:
         return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
-    if _must_be_e8m0(setup) or not setup.precision.in_blocks:
+    if not setup.precision.in_blocks:
         return {}
     return {ENGINE_E8M0: "1" if setup.e8m0 else "0"}
-
-
-def _must_be_e8m0(setup: EngineSetup) -> bool:
-    """True if the GPU multiplies no other scales of FP8 blocks than powers of two, or the checkpoint holds such."""
-    stored = _stored_as(setup)
-    return setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
 
 
 def grid_notes(job: Job) -> list[str]:
@@ -265,7 +246,7 @@ def grid_notes(job: Job) -> list[str]:
     setup, trainer = job.setup, job.setup.remedies.trainer_precision
     grid: str = setup.precision.weights
     if setup.precision.in_blocks:
-        grid = POW2 if setup.e8m0 or _must_be_e8m0(setup) else BLOCK
+        grid = POW2 if setup.e8m0 else BLOCK
     note = two_grids(trainer, grid) if grid in GRIDS else ""
     return [f"{note}; plan again with --trainer-precision {grid}"] if note else []
 
@@ -311,7 +292,7 @@ def emit_vllm(job: Job) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
     setup, kwargs, env = job.setup, vllm_kwargs(job.setup), vllm_env(job.setup)
     notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
-    if (shape := _known_shape(setup)) is not None:
+    if (shape := setup.known_shape) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
     notes += [
         *concurrent_notes(job.workload, "vllm"),

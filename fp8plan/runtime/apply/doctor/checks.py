@@ -124,13 +124,15 @@ def kernels(seen: Observed) -> Finding:
 
 
 def e8m0(seen: Observed) -> Finding:
-    """Scales of FP8 weights are FP32, or powers of two on a GPU that needs those."""
+    """Scales of FP8 weights are FP32, or powers of two where GPU, checkpoint or trainer has those."""
     if "e8m0" not in seen.facts:
         return unknown("e8m0", seen.unseen.get("ranks", NOTHING))
     if seen.facts["e8m0"] is None:
         return ok("e8m0", "no blockwise FP8 weights")
     if not seen.facts["e8m0"]:
         return ok("e8m0", "scales are FP32")
+    if seen.facts.get("held_e8m0"):
+        return ok("e8m0", "scales are powers of two, as the checkpoint's")
     if needs_e8m0(seen):
         return ok("e8m0", f"scales are powers of two, as {seen.gpu} multiplies them")
     if seen.trainer_precision == POW2:

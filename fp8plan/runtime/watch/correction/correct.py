@@ -189,7 +189,7 @@ def correct(
     Raises ConfigError without torch, and with batch_normalize for a group without all ranks that hold pieces.
     """
     settings = settings or CorrectionSettings()
-    thresholds = thresholds or settings.thresholds
+    thresholds = thresholds or settings.thresholds or Thresholds()
     keep, sums = None, Sums()
     if settings.reject or settings.veto is not None:
         keep, sums = rejected(tokens, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fp8plan.checks import instance, is_number
@@ -92,7 +92,8 @@ class CorrectionSettings:
                 (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
     mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside thresholds.band. mis: the same, and tokens outside
                 are masked out of the loss, so means over tokens do not count them
-    thresholds: a controller's initial ones; `correct(..., thresholds=...)` has those of a step
+    thresholds: a controller's initial ones; `correct(..., thresholds=...)` has those of a step. None: those of the plan
+                or of the default law, and C = 2 without a controller
     reject:     bounds on divergences; a token must pass all of them
     veto:       smallest ratio (1e-4, say): a sequence with a token below it is masked out; None: no veto
     batch_normalize: divide weights by their mean, over tokens (level token) or sequences, and over all ranks if
@@ -103,18 +104,20 @@ class CorrectionSettings:
 
     level: Level | None = "token"
     mode: Mode = "tis"
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    thresholds: Thresholds | None = None
     reject: tuple[Rejection, ...] = ()
     veto: float | None = None
     batch_normalize: bool = False
 
     def __post_init__(self) -> None:
-        instance("thresholds", self.thresholds, Thresholds, "Thresholds(tis=2.0)")
+        if self.thresholds is not None:
+            instance("thresholds", self.thresholds, Thresholds, "Thresholds(tis=2.0), or None")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(map(repr, LEVELS))}")
         if self.mode not in MODES:
             raise ConfigError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
-        if self.level is not None and self.mode != "tis" and self.thresholds.band is None:
+        band = None if self.thresholds is None else self.thresholds.band
+        if self.level is not None and self.mode != "tis" and band is None:
             raise ConfigError(f"mode {self.mode!r} needs a band; type Thresholds(band=(0.5, 2.0))")
         if self.veto is not None and not (is_number(self.veto) and 0 < self.veto < 1):
             raise ConfigError(f"veto is {self.veto!r}; allowed: between 0 and 1, or None")

@@ -16,14 +16,13 @@ import numpy as np
 
 from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.distributions import MOST_TOKENS
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
@@ -103,7 +102,7 @@ class EngineFacts:
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
     not_predicted:   options of the engine that the cost model does not know (runtime.apply.engine.options)
     inside:          as in EngineSetup
-    keep_bf16:       as in Remedies
+    remedies:        of the engine and its trainer
     delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
     kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
     host_loop_s:     the loop of its host, as in RolloutRecord; None: not known
@@ -119,7 +118,7 @@ class EngineFacts:
     cudagraph_mode: str | None = None
     not_predicted: Sequence[str] = ()
     inside: str = OWN
-    keep_bf16: Kept = (0, 0)
+    remedies: Remedies = NO_REMEDIES
     delta_bytes: int | None = None
     kv_fixed: bool = False
     host_loop_s: float | None = None
@@ -132,8 +131,8 @@ class EngineFacts:
     def setup(self) -> EngineSetup:
         """The engine in the cost model's terms."""
         limits = replace(self.limits, enforce_eager=self.eager)
-        version, remedies = self.engine_version, Remedies(keep_bf16=self.keep_bf16)
-        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, remedies)
+        version = self.engine_version
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, self.remedies)
 
     @property
     def eager(self) -> bool:

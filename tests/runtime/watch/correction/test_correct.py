@@ -414,7 +414,7 @@ def test_settings_that_cannot_be(make: Any, says: str) -> None:
 
 
 def test_settings_of_verl() -> None:
-    assert from_verl({"rollout_is": "token"}) == CorrectionSettings()
+    assert from_verl({"rollout_is": "token"}) == CorrectionSettings(thresholds=Thresholds(2.0))
     found = from_verl(
         {
             "rollout_is": "sequence",
@@ -453,7 +453,7 @@ def test_settings_of_verl_wherever_they_lie(config: Any) -> None:
 
 def test_settings_of_verl_that_are_off() -> None:
     for config in ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, {"rollout_correction": {}}):
-        assert from_verl(config) == CorrectionSettings(None)
+        assert from_verl(config) == CorrectionSettings(None, thresholds=Thresholds(2.0))
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_verls_whole_config(trainer: str) -> None:
 
     path = Path(verl.__file__).parent / "trainer" / "config" / f"_generated_{trainer}.yaml"
     config: Any = OmegaConf.load(path)
-    assert from_verl(config) == CorrectionSettings(None)
+    assert from_verl(config) == CorrectionSettings(None, thresholds=Thresholds(2.0))
     config.algorithm.rollout_correction.rollout_is = "sequence"
     config.algorithm.rollout_correction.rollout_is_threshold = 3
     expected = CorrectionSettings("sequence", thresholds=Thresholds(3.0))

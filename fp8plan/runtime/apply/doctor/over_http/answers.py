@@ -77,6 +77,7 @@ class Facts(Struct, kw_only=True):
     layers: dict[str, int] | UnsetType = UNSET
     kernels: dict[str, str] | UnsetType = UNSET
     e8m0: bool | UnsetType | None = UNSET
+    held_e8m0: bool | UnsetType = UNSET
     attention: list[str] | UnsetType = UNSET
     kv_cache_dtype: str | UnsetType | None = UNSET
     cudagraph_mode: str | UnsetType | None = UNSET
