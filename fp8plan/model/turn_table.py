@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+NO_WAITS: Final = "the log does not say how long the tools took"
 
 
 class Turn(NamedTuple):
@@ -85,6 +86,11 @@ class TurnTable(NamedTuple):
         return sums
 
     @property
+    def has_waits(self) -> bool:
+        """True if the seconds of all waits are known."""
+        return not np.isnan(self.wait_s).any()
+
+    @property
     def added(self) -> IntArray:
         """Tokens after each trajectory's prompt, at the turn where they are most, int64 of shape (trajectories,).
 
@@ -125,6 +131,8 @@ class TurnTable(NamedTuple):
         """Raise ConfigError unless this is a table of the turns of so many trajectories."""
         if self.concurrent is not None:
             whole("concurrent", self.concurrent, otherwise=", or None")
+        if not self.has_waits:
+            raise ConfigError(f"{NO_WAITS}; give the seconds of each wait")
         turns, first, counts = len(self.generated), self.first, np.diff(self.first)
         for name, column in self._columns():
             if column.shape != (turns,):

@@ -427,6 +427,12 @@ class Answer:
         return self.choices[self.chosen]
 
     @property
+    def bf16(self) -> Choice | None:
+        """BF16 on the layout of the chosen choice; None if it cannot run."""
+        alike = (c for c in self.choices if c.precision == "bf16" and c.layout == self.picked.layout and c.available)
+        return next(alike, None)
+
+    @property
     def of_the_step(self) -> str:
         """The words for the time by which choices are compared, if that is not the rollout's."""
         return " for the whole RL step" if self.picked.rl_step_s is not None else ""

@@ -83,8 +83,10 @@ def _caching(scene: Scene) -> Iterator[Lever]:
 
 def _hits(scene: Scene, after: Rollout) -> str:
     """The words for the prefixes that a lever keeps or loses."""
-    shares = [f"{rollout.turns['hit_share']:.0%}" for rollout in (after, scene.before) if rollout.turns]
-    return f"prefix hits {' instead of '.join(shares)}"
+    assert after.turns is not None
+    assert scene.before.turns is not None
+    new, old = (f"{turns['hit_share']:.0%}" for turns in (after.turns, scene.before.turns))
+    return f"prefix hits stay {new}" if new == old else f"prefix hits {new} instead of {old}"
 
 
 def cap(scene: Scene) -> Iterator[Lever]:

@@ -27,7 +27,7 @@ from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside
-from fp8plan.model.turn_table import TurnTable
+from fp8plan.model.turn_table import NO_WAITS, TurnTable
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.model.workload_turns import LoggedTurns
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
@@ -35,7 +35,7 @@ from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, che
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
-NO_WAITS: Final = "the log does not say how long the tools took, and their seconds hold those waits"
+WAITS_INSIDE: Final = f"{NO_WAITS}, and its seconds hold those waits"
 A_TURN: Final = "[generated, tool, wait_s], such as [300, 1200, 2.5], or null for a wait that is not known"
 # A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", "inside", *RECORDED)
@@ -247,7 +247,7 @@ class Run(NamedTuple):
         """The rollouts. Raises ConfigError if there are none, as no waits of turns are known."""
         if not self.records:
             raise ConfigError(
-                f"no rollout can be compared: there are several turns in {_steps(self.without_waits)}, and {NO_WAITS}; "
+                f"no rollout can be compared: {NO_WAITS} in {_steps(self.without_waits)}; "
                 "give the seconds of each turn's wait, [generated, tool, wait_s]"
             )
         return self.records
@@ -263,7 +263,7 @@ class Run(NamedTuple):
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
         if self.without_waits:
             left_out = "is left out" if len(self.without_waits) == 1 else "are left out"
-            sentences.append(f"{_steps(self.without_waits)} {left_out}: {NO_WAITS}")
+            sentences.append(f"{_steps(self.without_waits)} {left_out}: {WAITS_INSIDE}")
         unclear = [record for record in self.records if record.fields.get("unclear_responses")]
         if unclear:
             steps = _steps([(record.line, record.fields.get("step")) for record in unclear])
@@ -304,7 +304,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
             first.append((number, fields.get("step")))
-        elif record.batch.turns is not None and np.isnan(record.batch.turns.wait_s).any():
+        elif record.batch.turns is not None and not record.batch.turns.has_waits:
             without_waits.append((number, fields.get("step")))
         else:
             records.append(record)

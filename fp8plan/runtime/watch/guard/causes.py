@@ -102,7 +102,7 @@ class Case(NamedTuple):
         caching = self.prediction.setup.limits.enable_prefix_caching
         if not queries or hits is None or not caching or (seen.turns is None and not rewritten):
             return None
-        return prefix_use(seen.batch, (queries, hits), rewritten, self.prediction.ran, smaller)
+        return prefix_use((queries, hits), rewritten, self.prediction.ran, smaller)
 
     def again(self, setup: EngineSetup) -> Simulated:
         """The same work predicted on another engine."""

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from fp8plan.model.cost.base import IntArray
 from fp8plan.model.rollout import Simulated
-from fp8plan.model.workload import Batch
 
 LOST: Final = 0.05  # share of the prompt tokens, more than expected, from which on a lost prefix is named
 MANY_QUERIES: Final = 100_000  # tokens that were looked up, from which on few hits are named
@@ -111,67 +107,29 @@ def lost_prefixes(use: PrefixUse) -> Lost | None:
 
 
 def prefix_use(
-    batch: Batch, counted: tuple[int, int], rewritten: int, ran: Simulated, smaller: Simulated | None = None
+    counted: tuple[int, int], rewritten: int, ran: Simulated, smaller: Simulated | None = None
 ) -> PrefixUse | None:
-    """The use of the cache by a batch beside its prediction; None if the engine looked up other requests, too.
+    """The use of the cache beside its prediction; None if the engine looked up other requests, too.
 
     counted: queries and hits
-    smaller: the same prediction with half of the cache
+    ran:     the prediction for what ran
+    smaller: the same with half of the cache
     """
     queries, hits = counted
-    ends, asked = _tokens_at_ends(batch), _prompt_tokens(batch)
+    asked, kept, lost = (_total(ran, name) for name in ("queried_tokens", "hit_tokens", "again_tokens"))
     if abs(queries - asked) > LOST * asked:
         return None
-    repeated = _repeated(batch, ends, ran.model.limits.block_size)
     return PrefixUse(
         queries,
         hits,
-        repeated,
+        kept + lost,
         rewritten,
-        expected=_again(repeated, asked, ran),
-        at_most=None if smaller is None else _again(repeated, asked, smaller),
+        expected=lost / asked,
+        at_most=None if smaller is None else _total(smaller, "again_tokens") / asked,
         replicas=len(ran.schedules),
     )
 
 
-def _tokens_at_ends(batch: Batch) -> IntArray:
-    """The tokens of its trajectory at the end of each turn, shape (turns,)."""
-    turns = batch.turns
-    if turns is None:
-        return batch.lengths
-    added = turns.generated + turns.tool
-    before = np.cumsum(added) - added
-    counts = np.diff(turns.first)
-    ends: IntArray = np.repeat(batch.prompts - before[turns.first[:-1]], counts) + before + turns.generated
-    return ends
-
-
-def _prompt_tokens(batch: Batch) -> int:
-    """The tokens of the prompts of all turns."""
-    generated = batch.responses if batch.turns is None else batch.turns.generated
-    return int((_tokens_at_ends(batch) - generated).sum())
-
-
-def _repeated(batch: Batch, ends: IntArray, block_size: int) -> int:
-    """The tokens of all prompts that an earlier prompt or turn has computed, in full blocks.
-
-    A cache that holds everything has them. The last token of a turn is not computed before the next one.
-    """
-    _, first, counts = np.unique(batch.prompt_ids, return_index=True, return_counts=True)
-    shared = (counts - 1) * _in_blocks(batch.prompts[first], block_size)
-    if batch.turns is None:
-        return int(shared.sum())
-    goes_on = np.ones(len(ends), dtype=bool)
-    goes_on[batch.turns.first[1:] - 1] = False
-    return int(shared.sum() + _in_blocks(ends[goes_on], block_size).sum())
-
-
-def _in_blocks(tokens: IntArray, block_size: int) -> IntArray:
-    """Those of the first tokens that are in full blocks, without the last token."""
-    return (tokens - 1) // block_size * block_size
-
-
-def _again(repeated: int, asked: int, ran: Simulated) -> float:
-    """The share of the prompt tokens that the prediction computes again."""
-    turns = ran.rollout.turns
-    return 0.0 if turns is None else max(0.0, repeated / asked - turns["hit_share"])
+def _total(ran: Simulated, column: str) -> int:
+    """The sum of a column over the schedules of all replicas."""
+    return sum(plan.total(getattr(plan, column)) for plan in ran.schedules)
