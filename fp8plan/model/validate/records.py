@@ -42,17 +42,18 @@ OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", 
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
-    """Requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths and turns."""
-    prompts, responses = (_tokens(fields, name) for name in ("prompt_lengths", "response_lengths"))
-    if len(prompts) != len(responses):
-        raise ConfigError(f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths; allowed: as many of each")
-    turns = turns_of(fields)
-    ids = fields.get("prompt_ids")
-    if ids is None:
-        return Batch(prompts, responses, np.arange(len(prompts)), turns)
-    if len(ids) != len(prompts):
-        raise ConfigError(f"{len(ids)} prompt_ids for {len(prompts)} requests; allowed: one per request")
-    return Batch(prompts, responses, np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64), turns)
+    """The requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths and turns.
+
+    fields: of a RolloutRecord, by name
+    """
+    prompts, responses = (_tokens(name, fields.get(name)) for name in ("prompt_lengths", "response_lengths"))
+    ids, numbers = fields.get("prompt_ids"), np.arange(len(prompts))
+    if ids is not None:
+        numbers = np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64)
+    if not len(prompts) == len(responses) == len(numbers):
+        counts = f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths, {len(numbers)} prompt_ids"
+        raise ConfigError(f"{counts}; allowed: as many of each")
+    return Batch(prompts, responses, numbers, turns_of(fields))
 
 
 def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
@@ -179,13 +180,17 @@ def workload_of(
     return Workload(len(ids) // samples, samples, prompts, responses), notes
 
 
-def _tokens(fields: Mapping[str, Any], name: str) -> NDArray[np.int64]:
-    lengths = fields.get(name) or []
-    wrong = [length for length in lengths if not 1 <= length <= MOST_TOKENS]
-    if wrong or not lengths:
-        problem = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
-        raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {problem}")
-    return np.array(lengths, dtype=np.int64)
+def _tokens(name: str, lengths: Sequence[int] | None) -> NDArray[np.int64]:
+    allowed = f"allowed: a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}"
+    if lengths is None or not len(lengths):
+        raise ConfigError(f"{name} is empty; {allowed}")
+    values = np.asarray(lengths)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(f"{name} is {str(lengths)[:60]}; {allowed}")
+    wrong = values[(values < 1) | (values > MOST_TOKENS)]
+    if wrong.size:
+        raise ConfigError(f"{name} has {wrong[0]}; {allowed}")
+    return values.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
