@@ -11,7 +11,7 @@ import numpy as np
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.plan.scene import Lever, Scene
-from fp8plan.model.plan.turn_limits import again
+from fp8plan.model.plan.turn_limits import rescheduled
 from fp8plan.model.rollout import Rollout, makespans
 
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
@@ -50,7 +50,7 @@ def _climbed(scene: Scene, factor: float) -> int:
         if following == number or following < replicas:
             return best
         number = following
-        seconds = makespans([again(scene.base, batch.at_most(number))], scene.base.model)[0]
+        seconds = makespans([rescheduled(scene.base, batch.at_most(number))], scene.base.model)[0]
         if seconds >= best_s:
             return number if best == batch.at_once else best
         best, best_s = number, seconds
