@@ -80,7 +80,7 @@ def table(*trajectories: list[tuple[int, int, float]]) -> TurnTable:
 
 
 def batch_of(prompts: list[int], prompt_ids: list[int], turns: TurnTable) -> Batch:
-    return Batch.of_turns(np.array(prompts), turns, np.array(prompt_ids))
+    return Batch(np.array(prompts), turns.responses, np.array(prompt_ids), turns)
 
 
 def with_drops(turns: TurnTable, rng: np.random.Generator) -> TurnTable:

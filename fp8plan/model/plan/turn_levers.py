@@ -39,9 +39,10 @@ def _at_once(scene: Scene) -> Iterator[Lever]:
 
 
 def _climbed(scene: Scene, factor: float) -> int:
-    """The number of trajectories at once that is fastest, of those by repeated factors; the first if none is faster.
+    """The fastest number of trajectories at once among the plan's, multiplied by the factor once, twice and so on.
 
-    The number of the plan itself if there is no other.
+    The search ends at the first that is slower than the one before. If none is faster than the plan's own, the first is
+    priced; if there is no other number, the plan's own is returned.
     """
     batch, replicas = scene.request.batch, scene.choice.setup.limits.data_parallel_size
     best, best_s, number = batch.at_once, scene.before.makespan_s, batch.at_once

@@ -24,7 +24,7 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
     own = picked.turns or {}
     sentences = [turn_limit(own)]
     again, of_bf16 = own["again_tokens"], 0
-    words = f"{again:,} tokens of earlier turns are computed again"
+    words = f"{again:,} tokens in full blocks of earlier turns are computed again"
     if bf16 is not None and bf16 is not picked and bf16.turns is not None:
         of_bf16 = bf16.turns["again_tokens"]
         words += f", and with bf16 {of_bf16:,}"

@@ -43,7 +43,7 @@ class Trajectory:
     begun, ended: begin of its first call, and end of its last
     answered:     end of its last response, after which a tool works
     turns:        those that were followed by another
-    taken:        a prompt goes on from its last response, whose turn is not added
+    taken:        a prompt of the call that is being added goes on from its last response
     """
 
     first: int
@@ -91,7 +91,8 @@ class RolloutLog:
     samplings: list[tuple[Any, str]] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
     kv_cache_tokens: int | None = None
-    # Trajectories by their prompt with its last answer, and by their last prompt alone, with the tokens of these.
+    # Trajectories under their prompts with the answers, and under the prompts alone. Beside each stands the number of
+    # tokens that it is under, because it stays there when it goes on.
     _sequences: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
     _prompts: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
     _rewritten_tokens: int = 0  # as in Observation
