@@ -48,7 +48,7 @@ def test_no_trajectory_has_no_turn() -> None:
         ({"wait_s": np.array([1, 0, 0, 0, 0, 1.0])}, r"wait_s of turn 2 of trajectory 2 is 1.0; allowed: 0 after"),
         (
             {"dropped": np.array([6, 0, 0, 0, 0, 0])},
-            r"dropped of turn 0 of trajectory 0 is 6; allowed: at most the tok",
+            r"dropped of turn 0 of trajectory 0 is 6; allowed: at least 0, at most the",
         ),
         ({"dropped": np.array([0, 1, 0, 0, 0, 0])}, r"dropped of turn 1 of trajectory 0 is 1; allowed: 0 after the l"),
     ],

@@ -281,12 +281,9 @@ def plain_fields(record: Any) -> None:
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, dict):
-            plain: Any = _plain_dict(value, f.name)
+            object.__setattr__(record, f.name, _plain_dict(value, f.name))
         elif hasattr(value, "item"):
-            plain = value.item()
-        else:
-            continue
-        object.__setattr__(record, f.name, plain)
+            object.__setattr__(record, f.name, value.item())
 
 
 def _plain_dict(value: dict[str, Any], name: str) -> Any:
