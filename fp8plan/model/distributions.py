@@ -28,11 +28,9 @@ MOST_SECONDS = 86_400  # of a tool: a day
 class Quantity(NamedTuple):
     """The quantity that a distribution is of, with the bounds of its numbers.
 
-    noun: its name in an error
     unit: of a number, which is a key of `describe`, too
     """
 
-    noun: str
     unit: str
     least: int
     most: int
@@ -62,10 +60,10 @@ class Quantity(NamedTuple):
             )
 
 
-LENGTHS: Final = Quantity("lengths", "tokens", 1, MOST_TOKENS)
+LENGTHS: Final = Quantity("tokens", 1, MOST_TOKENS)
 ADDED: Final = LENGTHS._replace(least=0)  # tokens that a tool adds
-TURNS: Final = Quantity("turns", "turns", 1, MOST_TURNS)
-SECONDS: Final = Quantity("seconds", "seconds", 0, MOST_SECONDS, whole=False)
+TURNS: Final = Quantity("turns", 1, MOST_TURNS)
+SECONDS: Final = Quantity("seconds", 0, MOST_SECONDS, whole=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +226,13 @@ def parse_distribution(text: str, column: str, quantity: Quantity = LENGTHS) -> 
 
     column: the column of a trace file, such as "prompt_length"
 
-    Raises ConfigError for any other text, and for a file that is missing, empty or has bad numbers.
+    Raises ConfigError, with `column`, for any other text, and for a file that is missing, empty or has bad numbers.
     """
-    return distribution_of(column, _parsed(text, column, quantity), quantity)
+    try:
+        parsed = _parsed(text, column, quantity)
+    except ConfigError as error:
+        raise ConfigError(f"{column}: {error}") from None
+    return distribution_of(column, parsed, quantity)
 
 
 def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
@@ -250,7 +252,7 @@ def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-    raise ConfigError(f"cannot read the {quantity.noun} {text!r}; {number_hint(text)}allowed: {quantity.syntax}")
+    raise ConfigError(f"cannot read {text!r}; {number_hint(text)}allowed: {quantity.syntax}")
 
 
 def _read_column(path: Path, column: str) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 HOW: Final = {
-    "vllm": "the caller of vLLM bounds them. verl has no setting for it",
+    "vllm": "the caller of vLLM bounds them",
     "verl": "verl has no setting for it. Its agent loops start the whole batch",
     "trl": "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together",
 }

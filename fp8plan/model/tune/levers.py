@@ -255,9 +255,12 @@ def _order(scene: Scene) -> Iterator[Lever]:
         if np.array_equal(rows, np.arange(len(rows))):
             continue
         words, run = {"vllm": "the list given to generate()"}, scene.run(batch.take(rows))
-        price = f"the prefix cache serves {run.cached_tokens:,} tokens instead of {scene.base.rollout.cached_tokens:,}"
+        prices, served, before = list[str](), run.cached_tokens, scene.before.cached_tokens
+        if served != before:
+            prices.append(f"the prefix cache serves {served:,} tokens instead of {before:,}")
         if setting == "long responses first":
-            price += "; needs the lengths in advance: no forecast gains more"
+            prices.append("needs the lengths in advance: no forecast gains more")
+        price = "; ".join(prices) or NOTHING
         yield scene.lever(f"order: {setting}", "the order of requests", words, run, price)
 
 

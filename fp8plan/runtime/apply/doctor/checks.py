@@ -32,7 +32,7 @@ from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits
 from fp8plan.runtime.watch.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.watch.guard.observation import fallback
-from fp8plan.runtime.watch.guard.prefix_cache import OFF, PrefixUse, lost_prefixes
+from fp8plan.runtime.watch.guard.prefix_cache import OFF, few_hits
 from fp8plan.runtime.watch.mismatch.attribution import sentence
 from fp8plan.schemas import K3
 
@@ -232,7 +232,7 @@ def prefix_hits(seen: Observed) -> Finding:
     if not queries or hits is None:
         return unknown("prefix_hits", seen.unseen.get("counts", f"no prompt was looked up since {seen.since}"))
     says = f"{hits / queries:.1%} of {queries:,} tokens since {seen.since} were in the prefix cache"
-    lost = seen.lost_prefixes or lost_prefixes(PrefixUse(queries, hits))
+    lost = seen.lost_prefixes or few_hits(queries, hits)
     if lost is None:
         return ok("prefix_hits", says)
     return warning("prefix_hits", "prefix_cache_missed", f"{says}; {lost.says}", lost.todo)

@@ -549,7 +549,7 @@ def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
         ({"seconds": 0.0}, "seconds is 0.0"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"response_lengths": []}, "response_lengths is empty"),
-        ({"response_lengths": [4, 0]}, "response_lengths is"),
+        ({"response_lengths": [4, 0]}, "response_lengths has 0"),
         ({"response_lengths": [4.5, 1.0]}, "response_lengths is"),
         ({"response_lengths": [4]}, "as many of each"),
         ({"prompt_ids": [1]}, "as many of each"),
