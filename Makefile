@@ -132,9 +132,10 @@ define install_tests
 @bash tools/install.sh $(@D) --no-deps torch==2.13.0 -r $(1)
 @bash tools/install.sh $(@D) torch==2.13.0
 @bash tools/install.sh $(@D) --no-deps -e . -e tests/cpu_kernels
+@bash tools/install.sh $(@D) --no-deps --target $(@D)/trackers -r tests/trackers.txt
 @touch $@
 endef
-TESTS_NEED := pyproject.toml tests/requirements.txt tests/cpu_kernels/pyproject.toml
+TESTS_NEED := pyproject.toml tests/requirements.txt tests/trackers.txt tests/cpu_kernels/pyproject.toml
 
 $(TEST_VENV)/.installed: $(TESTS_NEED)
 	$(call install_tests,tests/requirements.txt)
