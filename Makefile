@@ -46,7 +46,7 @@ DEMO_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVE
 demo: $(TEST_VENV)/.installed
 	rm -rf $(DEMO)
 	$(DEMO_ENV) $(TEST_VENV)/bin/python -m benchmarks.learning.policies tiny-qk-norm $(DEMO)/tiny-qk-norm/model
-	$(DEMO_ENV) $(TEST_VENV)/bin/python -m benchmarks.learning.run $(DEMO) --device cpu --steps 100 --one fp8-tis/0
+	$(DEMO_ENV) $(TEST_VENV)/bin/python -m benchmarks.learning.run $(DEMO) --device cpu --steps 80 --learning-rate 1e-3 --one fp8-tis/0
 	$(TEST_VENV)/bin/fp8plan monitor $(DEMO_RUN)/run.jsonl --once
 	$(TEST_VENV)/bin/fp8plan report $(DEMO_RUN)/run.jsonl -o $(DEMO)/report.html
 	@$(TEST_VENV)/bin/python -m benchmarks.learning.seen $(DEMO_RUN)

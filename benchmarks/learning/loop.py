@@ -230,7 +230,7 @@ class Loop:
                 self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps
             )
             self.folder.write("plan.json", plan.to_dict())
-            self.say(as_text(plan))
+            self.say(f"{as_text(plan)}\nThis run samples in {self.precision}, whatever the plan chose.\n")
         except ProfileError as error:  # experts on a CPU: the run is worth its while without
             plan = error
             self.tell("no plan", error)
