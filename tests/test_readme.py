@@ -31,6 +31,7 @@ import readme  # noqa: E402
 
 import fp8plan  # noqa: E402
 from benchmarks import prose  # noqa: E402
+from benchmarks.commands import BLOCK, run_as_pasted  # noqa: E402
 from fp8plan import cli  # noqa: E402
 from fp8plan.cli import program  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
@@ -43,7 +44,6 @@ LINKED = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *(ROOT / "profiles").rglob("*.md"),
 ]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
 
 def name(page: Path) -> str:
@@ -178,37 +178,13 @@ def test_the_snippets_that_plan_run() -> None:
         assert done.stdout.startswith("fp8_block+fp8_kv\n")
 
 
-# What a command needs beside a checkout: a machine, an extra or a run of the user's own.
-NEEDS = (
-    "--gpu auto",
-    "fp8plan calibrate",
-    "fp8plan doctor",
-    "fp8plan probe",
-    "run.jsonl",
-    "MODEL",
-    "./my-model",
-)
-
-
-def commands(page: Path) -> list[str]:
-    """Every fp8plan command that a page shows with its arguments, in a block or in a sentence, in order."""
-    text = page.read_text()
-    text = re.sub(r"^<!-- begin help .*?^<!-- end help", "", text, flags=re.S | re.M)  # usage, not commands
-    lines = "".join(body for _, body in BLOCK.findall(text)).replace("\\\n", " ").splitlines()
-    lines = [line.removeprefix(".venv/bin/") for line in lines]
-    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
-    found = [line for line in lines if line.startswith("fp8plan ")]
-    return found + [code for code in inline if re.match(r"fp8plan (?!--)\w+ \S", code)]
-
-
 def test_the_commands_run_as_they_are_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, as nothing in them has a meaning to a shell but blanks and quotes."""
     (tmp_path / "profiles").symlink_to(ROOT / "profiles")
     monkeypatch.chdir(tmp_path)
-    shown = dict.fromkeys(command.split("  #")[0].strip() for page in PAGES for command in commands(page))
-    run_here = [command for command in shown if not any(need in command for need in NEEDS)]
+    run_here = run_as_pasted(PAGES)
     assert len(run_here) >= 12
     for command in run_here:
         assert not set("|&;<>()$`*?~{}[]!#") & set(command), command

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.checks import is_number, nearest, number_hint
+from fp8plan.checks import arrow, is_number, nearest, number_hint
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import lines
 
@@ -281,12 +281,11 @@ def _columns(path: Path) -> list[str]:
 
 def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
     """The value of `read` for the pyarrow.parquet.ParquetFile at `path`. Raises ConfigError if it cannot be read."""
-    import pyarrow.parquet as pq
-
     if not path.exists():
         raise ConfigError(f"there is no trace file {path}")
+    parquet = arrow(f"reading {path}", "pyarrow.parquet")
     try:
-        with pq.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             return read(file)
     except Exception as error:  # pyarrow raises a type of its own per kind of damage
         raise ConfigError(f"cannot read the trace {path} as parquet: {error}") from None
