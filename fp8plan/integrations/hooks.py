@@ -7,7 +7,8 @@ A process has one MicroBatches for each HookSettings. A step ends when an optimi
 post hook). Optimisers that step with no micro-batch in between count once. All micro-batches of a step get the same
 thresholds. They follow from the steps before, so they come one step later than with `Monitor.step`. The controller's
 limits (max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts
-twice, which leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
+twice, which leaves every mean as it is. Nothing is saved with the trainer's checkpoints. The trainer's own words for a
+correction become the same correction, or are refused by name.
 
 Ranks that share add up their sums when their optimisers step. All have the same thresholds, and rank 0 writes the run
 file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have called
@@ -30,7 +31,8 @@ from dataclasses import fields, replace
 from functools import cache
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -41,7 +43,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, read_settings
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.watch.correction.correct import Correction, correct
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Rejection, Thresholds
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
@@ -50,20 +52,23 @@ from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8plan.runtime.watch.mismatch.measure import Array
     from fp8plan.runtime.watch.monitor.record import Step
 
 VARIABLE: Final = "FP8PLAN_MONITOR"
 MEGATRON: Final = "megatron.core.parallel_state"
+CORRECTING: Final = ("level", "mode", "tis", "band", "veto", "floor", "reject")  # settings that make a correction
 
 
 class HookSettings(TrainerSettings, frozen=True):
     """Settings of the Monitor in a trainer's process, beside those of every trainer.
 
-    level, mode: as in CorrectionSettings; a level is needed
+    level, mode, veto, floor: as in CorrectionSettings
     tis:         C that TIS begins with
     band:        (low, high) that MIS or IcePop begins with; null: 0.5 to 2
-    veto:        as in CorrectionSettings
+    reject:      Rejections, as {"over": "seq_mean", "estimator": "k1", "low": 0.99, "high": 1.01}
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
@@ -72,11 +77,13 @@ class HookSettings(TrainerSettings, frozen=True):
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
 
-    level: Level = "token"
+    level: Level | None = "token"
     mode: Mode = "tis"
     tis: float = 2.0
     band: tuple[float, float] | None = None
-    veto: float | None = None
+    veto: float | tuple[float, float] | None = None
+    floor: float = 0.0
+    reject: tuple[Rejection, ...] = ()
     sampling: Sampling | None = None
     share: bool | None = None
     router_replay: bool = False
@@ -86,7 +93,35 @@ class HookSettings(TrainerSettings, frozen=True):
         if self.band is not None and self.mode == "tis":
             raise ConfigError('band with mode \'tis\', which has none; allowed: "mode": "mis", or tis alone')
         start = Thresholds(self.tis) if self.mode == "tis" else Thresholds(None, self.band or (0.5, 2.0))
-        return CorrectionSettings(self.level, self.mode, start, veto=self.veto)
+        if self.level is None:
+            start = Thresholds(None)
+        return CorrectionSettings(self.level, self.mode, start, self.reject, self.veto, floor=self.floor)
+
+    def or_own(self, own: Mapping[str, Any], where: str) -> Self:
+        """These settings, with the correction that the trainer's own configuration asks for.
+
+        A plan's thresholds then do not count.
+
+        own:   values of CORRECTING; empty: the trainer asks for none
+        where: the trainer's words for it, for the error
+
+        Raises ConfigError if both name a correction, and for one that is impossible.
+        """
+        if not own:
+            return self
+        usual = HookSettings()
+        if named := [name for name in CORRECTING if getattr(self, name) != getattr(usual, name)]:
+            raise ConfigError(
+                f"{where} asks for a correction, and the hook's settings have {', '.join(named)}; allowed: one of them"
+            )
+        plan = self.read_plan()
+        text = None if plan is None else replace(plan, thresholds={}).to_json()
+        settings = msgspec.structs.replace(self, plan=text, **own)
+        try:
+            settings.correction()
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        return settings
 
     def read_plan(self) -> Plan | None:
         """The plan, or None without one. Raises ConfigError for a text that is no plan."""
@@ -107,8 +142,12 @@ def _read(path: str) -> HookSettings:
     place = Path(path).expanduser()
     where = f"the hook's settings file {place}"
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
-    if isinstance(data, Mapping) and isinstance(data.get("sampling"), Mapping):
-        refuse_names(f"sampling in {where}", data["sampling"], [field.name for field in fields(Sampling)])
+    if isinstance(data, Mapping):
+        for name, kind in (("sampling", Sampling), ("reject", Rejection)):
+            value = data.get(name)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Mapping):
+                    refuse_names(f"{name} in {where}", part, [field.name for field in fields(kind)])
     settings = read_settings(data, HookSettings, where, '{"tis": 2.0}')
     changes: dict[str, Any] = {}
     if settings.plan is not None:
@@ -197,22 +236,39 @@ class MicroBatches:
             self._sums, self._corrected = _nothing(self.monitor)
 
 
+def tensors(correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and mask of a correction of tensors; without a level all weights are 1."""
+    import torch
+
+    mask = torch.as_tensor(correction.mask)
+    if correction.weights is None:
+        return torch.ones_like(mask, dtype=torch.float32), mask
+    return torch.as_tensor(correction.weights), mask
+
+
 def _nothing(monitor: Monitor) -> tuple[MismatchSums, Correction]:
     """The sums before the first micro-batch of a step."""
     empty = np.zeros(0, np.float32)
     return MismatchSums(), correct(pack(empty, empty, lengths=[]), monitor.settings, ALONE, monitor.thresholds)
 
 
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _RUNNING: dict[HookSettings, MicroBatches] = {}
 
 
 def running(
-    settings: HookSettings, share: bool = True, sampling: Sampling | None = None, router_replay: bool = False
+    settings: HookSettings,
+    share: bool = True,
+    sampling: Sampling | None = None,
+    router_replay: bool = False,
+    own: Mapping[str, Any] = NOTHING,
+    where: str = "the trainer",
 ) -> MicroBatches:
     """This process's MicroBatches for `settings`, made at the first call.
 
     share, sampling: values for settings that leave them open
     router_replay:   the trainer's own settings have it on
+    own, where:      the trainer's own correction, as in `or_own`
 
     Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """
@@ -220,7 +276,8 @@ def running(
         group, writes = _data_parallel()
         if not (share if settings.share is None else settings.share):
             group = ALONE
-        correction, plan = settings.correction(), settings.read_plan()
+        chosen = settings.or_own(own, where)
+        correction, plan = chosen.correction(), chosen.read_plan()
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,

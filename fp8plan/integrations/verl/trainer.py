@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ from fp8plan.runtime.watch.correction.verl import from_verl
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import Observation
+from fp8plan.runtime.watch.mismatch.metrics import SLOTS
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.runtime.watch.monitor.record import Step
@@ -109,7 +111,7 @@ class PlannedTrainer:
 
         def correct(data: Any, _: Any) -> tuple[Any, dict[str, float]]:
             corrected.append(True)
-            return data, self._step(data)
+            return data, self._step(data, versions_of(batch.tags))
 
         with correcting_with(correct):
             computed = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
@@ -120,8 +122,11 @@ class PlannedTrainer:
             )
         return computed
 
-    def _step(self, data: Any) -> dict[str, float]:
-        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log."""
+    def _step(self, data: Any, versions: list[int] | None) -> dict[str, float]:
+        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log.
+
+        versions: [batch] versions of the weights that sampled; None if they are not known
+        """
         seen = self._seen()
         rollouts = [server["rollout"] for server in seen if server["rollout"] is not None] if self._timed else []
         slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # which ends the rollout
@@ -130,6 +135,7 @@ class PlannedTrainer:
             batch["old_log_probs"],
             batch["rollout_log_probs"],
             batch["response_mask"].bool(),
+            versions=versions,
             rollout=None if slowest is None else Observation(**slowest),
             sampling=Sampling.mixed(rollout["sampling"] for rollout in rollouts) or self._sampling,
         )
@@ -177,6 +183,20 @@ class PlannedTrainer:
         step = f"global_step_{self.global_steps}"
         folder = Path(trainer.resume_from_path) if resumed else Path(trainer.default_local_dir) / step
         load_state(self.monitor, folder)
+
+
+def versions_of(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """The version of the weights that began each trajectory, from verl's tags of a batch; None if one has none.
+
+    A tag has the first and the last version, but not the tokens of each. By the first, all tokens of the newest version
+    are fresh. Versions that are too old for the Monitor's SLOTS count as the oldest that fits.
+    """
+    versions = [tag.get("min_global_steps") for tag in tags]
+    known = [version for version in versions if version is not None]
+    if not known or len(known) < len(versions):
+        return None
+    oldest = max(known) - SLOTS + 1
+    return [max(version, oldest) for version in known]
 
 
 def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:

@@ -29,8 +29,8 @@ def rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tensor
         keep = kept if keep is None else keep.logical_and_(kept)
     if keep is not None:
         sums |= _masked(tokens, keep)
-    if settings.veto is not None:
-        kept, vetoed = _vetoed(tokens, settings.veto)
+    if settings.vetoed is not None:
+        kept, vetoed = _vetoed(tokens, settings.vetoed)
         sums |= vetoed
         keep = kept if keep is None else keep.logical_and_(kept)
     return keep, sums
@@ -119,14 +119,16 @@ def _sequences_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums
     }
 
 
-def _vetoed(tokens: Tokens, veto: float) -> tuple[torch.Tensor, Sums]:
+def _vetoed(tokens: Tokens, bounds: tuple[float, float]) -> tuple[torch.Tensor, Sums]:
+    least, most = (log(bound) if bound else -inf for bound in bounds)
     segments = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
-        segments.add(part, tokens.log_ratio[part] < log(veto))
-    below = segments.numpy()
-    return spread(below == 0, tokens), {
-        "vetoed_sequences": Moments.share((below > 0).sum(), tokens.sequences),
-        "catastrophic": Moments.share(below.sum(), len(tokens)),
+        log_ratio = tokens.log_ratio[part]
+        segments.add(part, (log_ratio < least) | (log_ratio > most))
+    beyond = segments.numpy()
+    return spread(beyond == 0, tokens), {
+        "vetoed_sequences": Moments.share((beyond > 0).sum(), tokens.sequences),
+        "catastrophic": Moments.share(beyond.sum(), len(tokens)),
     }
 
 
