@@ -71,8 +71,8 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
         parts = {part: tensor}
         if part == "gate_up_proj":
             parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
-        for part, experts in parts.items():
-            yield from ((f"{layer}.{number}.{part}.weight", expert) for number, expert in enumerate(experts))
+        for number in range(len(tensor)):
+            yield from ((f"{layer}.{number}.{part}.weight", experts[number]) for part, experts in parts.items())
 
     def _fp8plan_updates(self) -> Updates:
         if not hasattr(self, "_fp8plan_of_verl"):
