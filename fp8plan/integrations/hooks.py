@@ -26,13 +26,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 from math import isnan
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "FP8PLAN_MONITOR"
 MEGATRON: Final = "megatron.core.parallel_state"
-CORRECTING: Final = ("level", "mode", "tis", "band", "veto", "floor", "reject")  # settings that make a correction
 
 
 class HookSettings(TrainerSettings, frozen=True):
@@ -97,31 +96,20 @@ class HookSettings(TrainerSettings, frozen=True):
             start = Thresholds(None)
         return CorrectionSettings(self.level, self.mode, start, self.reject, self.veto, floor=self.floor)
 
-    def or_own(self, own: Mapping[str, Any], where: str) -> Self:
-        """These settings, with the correction that the trainer's own configuration asks for.
+    def begun(self, own: CorrectionSettings | None, where: str) -> tuple[CorrectionSettings, Plan | None]:
+        """The correction, and the plan without the thresholds that the trainer's own correction replaces.
 
-        A plan's thresholds then do not count.
-
-        own:   values of CORRECTING; empty: the trainer asks for none
+        own:   the correction in the trainer's own configuration; None: there is none
         where: the trainer's words for it, for the error
 
-        Raises ConfigError if both name a correction, and for one that is impossible.
+        Raises ConfigError if these settings ask for a correction, too.
         """
-        if not own:
-            return self
-        usual = HookSettings()
-        if named := [name for name in CORRECTING if getattr(self, name) != getattr(usual, name)]:
-            raise ConfigError(
-                f"{where} asks for a correction, and the hook's settings have {', '.join(named)}; allowed: one of them"
-            )
         plan = self.read_plan()
-        text = None if plan is None else replace(plan, thresholds={}).to_json()
-        settings = msgspec.structs.replace(self, plan=text, **own)
-        try:
-            settings.correction()
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        return settings
+        if own is None:
+            return self.correction(), plan
+        if self.correction() != HookSettings().correction():
+            raise ConfigError(f"{where} asks for a correction, and so do the hook's settings; allowed: one of them")
+        return own, None if plan is None else replace(plan, thresholds={})
 
     def read_plan(self) -> Plan | None:
         """The plan, or None without one. Raises ConfigError for a text that is no plan."""
@@ -156,12 +144,19 @@ def _read(path: str) -> HookSettings:
     if settings.run_file is not None:
         changes["run_file"] = str((place.parent / Path(settings.run_file).expanduser()).absolute())
     settings = msgspec.structs.replace(settings, **changes)
-    try:
+    with errors_of(where):
         plan = settings.read_plan()
         settings.controller(settings.correction(), plan).initial(plan)
+    return settings
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """Let each ConfigError begin with `where`."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return settings
 
 
 def _text(path: Path, hint: str) -> str:
@@ -252,7 +247,6 @@ def _nothing(monitor: Monitor) -> tuple[MismatchSums, Correction]:
     return MismatchSums(), correct(pack(empty, empty, lengths=[]), monitor.settings, ALONE, monitor.thresholds)
 
 
-NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _RUNNING: dict[HookSettings, MicroBatches] = {}
 
 
@@ -261,14 +255,14 @@ def running(
     share: bool = True,
     sampling: Sampling | None = None,
     router_replay: bool = False,
-    own: Mapping[str, Any] = NOTHING,
+    own: CorrectionSettings | None = None,
     where: str = "the trainer",
 ) -> MicroBatches:
     """This process's MicroBatches for `settings`, made at the first call.
 
     share, sampling: values for settings that leave them open
     router_replay:   the trainer's own settings have it on
-    own, where:      the trainer's own correction, as in `or_own`
+    own, where:      the trainer's own correction, as in HookSettings.begun
 
     Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """
@@ -276,8 +270,7 @@ def running(
         group, writes = _data_parallel()
         if not (share if settings.share is None else settings.share):
             group = ALONE
-        chosen = settings.or_own(own, where)
-        correction, plan = chosen.correction(), chosen.read_plan()
+        correction, plan = settings.begun(own, where)
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.hooks import HookSettings, running, settings_at, tensors
-from fp8plan.runtime.watch.correction.settings import Over, Rejection
+from fp8plan.integrations.hooks import HookSettings, errors_of, running, settings_at, tensors
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Over, Rejection, Thresholds
 from fp8plan.runtime.watch.mismatch.sampling import RAW, Sampling
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def register(settings: str | os.PathLike[str] | None = None, config: Any = None)
 
     hook = settings_at(settings)
     if config is not None:
-        hook.or_own(correction_in(config.trainer.algorithm), WHERE)
+        hook.begun(correction_in(config.trainer.algorithm), WHERE)
         if hook.sampling is None:
             hook = msgspec.structs.replace(hook, sampling=sampling_in(config.generator))
     for base in BASES:
@@ -68,8 +68,9 @@ def sampling_in(generator: Any) -> Sampling | None:
     return Sampling.of(more | named, engine.get("logprobs_mode", RAW), trainer_temperature=params.temperature or None)
 
 
-def correction_in(algorithm: Any) -> dict[str, Any]:
-    """SkyRL's off_policy_correction as settings of HookSettings; empty if it corrects nothing.
+@errors_of(WHERE)
+def correction_in(algorithm: Any) -> CorrectionSettings | None:
+    """SkyRL's off_policy_correction; None if it corrects nothing.
 
     SkyRL's bounds are on pi_train / pi_rollout, too (skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py).
 
@@ -77,37 +78,33 @@ def correction_in(algorithm: Any) -> dict[str, Any]:
     """
     asked = getattr(algorithm, "off_policy_correction", None)
     if asked is None:
-        return {}
+        return None
     ratio, metric = asked.tis_ratio_type, asked.sequence_mask_metric
     for name, value, allowed in (
         ("tis_ratio_type", ratio, (None, "token", "sequence")),
         ("sequence_mask_metric", metric, (None, *MASKS)),
     ):
         if value not in allowed:
-            raise ConfigError(f"{WHERE}.{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
-    own: dict[str, Any] = {}
-    if ratio is not None:
-        own["tis"] = getattr(asked, f"{ratio}_tis_ratio_clip_high")
+            raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+    veto, rules = None, list[Rejection]()
     least, most = asked.outlier_token_is_threshold_low, asked.outlier_token_is_threshold_high
     if least is not None or most is not None:
-        own["veto"] = (least or 0.0, inf if most is None else most)
+        veto = least or 0.0, inf if most is None else most
     low, high = asked.token_mask_is_threshold_low, asked.token_mask_is_threshold_high
-    rules: list[Rejection] = []
     if low is not None and high is not None:
         if ratio == "sequence" or metric is not None:
             raise ConfigError(
-                f"{WHERE} has token_mask_is_threshold_low and a ratio of whole sequences, which SkyRL takes over the "
-                "tokens that the mask leaves, and fp8plan over all; allowed: one of the two"
+                "token_mask_is_threshold_low with a ratio of whole sequences, which SkyRL takes over the tokens that "
+                "the mask leaves, and fp8plan over all; allowed: one of the two"
             )
         rules.append(Rejection("token", "k1", high, low))
     if metric is not None:
         over, name = MASKS[metric]
         rules.append(Rejection(over, "k1", getattr(asked, f"{name}_mask_high"), getattr(asked, f"{name}_mask_low")))
-    if rules:
-        own["reject"] = tuple(rules)
-    if own:
-        own["level"] = ratio
-    return own
+    if ratio is None and veto is None and not rules:
+        return None
+    c = None if ratio is None else getattr(asked, f"{ratio}_tis_ratio_clip_high")
+    return CorrectionSettings(ratio, thresholds=Thresholds(c), reject=tuple(rules), veto=veto)
 
 
 def policy_loss(

@@ -98,9 +98,9 @@ def test_skyrls_own_correction_is_fp8plans(correction: dict[str, Any], seed: int
         (
             {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "tis_ratio_type": "sequence"},
             {},
-            "token_mask_is_threshold_low and a ratio of whole sequences",
+            "off_policy_correction: token_mask_is_threshold_low with a ratio of whole sequences",
         ),
-        ({"tis_ratio_type": "token"}, {"tis": 3.0}, "asks for a correction, and the hook's settings have tis; allowed"),
+        ({"tis_ratio_type": "token"}, {"tis": 3.0}, "asks for a correction, and so do the hook's settings; allowed"),
         ({"outlier_token_is_threshold_high": 0.5}, {}, "off_policy_correction: veto is"),
     ],
 )
@@ -180,7 +180,7 @@ def test_slimes_own_correction_is_fp8plans(changed: dict[str, Any], seed: int) -
         (MIS | {"tis_batch_normalize": True}, "type: tis_batch_normalize: false"),
         (MIS | {"tis_mode": "soft"}, "tis_mode is 'soft'; allowed: truncate, clip, mask"),
         (MIS | {"rs_level": "turn"}, "rs_level is 'turn'; allowed: token, sequence, geometric"),
-        ({"tis_clip": 2.0, "tis_clip_low": 1.2}, "slime: floor is 1.2; allowed: 0 to 1"),
+        ({"tis_clip": 2.0, "tis_clip_low": 1.2}, "slime's arguments: floor is 1.2; allowed: 0 to 1"),
     ],
 )
 def test_a_correction_of_slimes_that_fp8plan_does_not_have_is_refused(changed: dict[str, Any], says: str) -> None:

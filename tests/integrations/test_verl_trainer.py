@@ -203,6 +203,7 @@ def test_the_weights_that_verls_loss_gets_are_the_monitors(trainer: Trainer, mon
 def test_without_a_correction_all_weights_are_verls(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, metrics = step(trainer(f"+{OURS}.correct=False"), batch_of(0.5), monkeypatch)
     assert "rollout_is_weights" not in queue.fields
+    assert "fp8plan/threshold_tis" not in metrics
     assert metrics["fp8plan/k3_kl"] > 0.01
 
 

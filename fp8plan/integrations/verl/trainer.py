@@ -31,7 +31,7 @@ from fp8plan.integrations.verl.settings import (
 )
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.apply.engine.options import remarks
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.correction.verl import from_verl
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
@@ -206,7 +206,7 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
     rollout_correction that fp8plan does not have.
     """
     if not settings.correct:
-        return CorrectionSettings(level=None), replace(plan, thresholds={})
+        return CorrectionSettings(level=None, thresholds=Thresholds(None)), replace(plan, thresholds={})
     of_verl = config.algorithm.get("rollout_correction") or {}
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
         return settings_of(plan.thresholds), plan
