@@ -96,6 +96,10 @@ class HookSettings(TrainerSettings, frozen=True):
             start = Thresholds(None)
         return CorrectionSettings(self.level, self.mode, start, self.reject, self.veto, floor=self.floor)
 
+    def read_plan(self) -> Plan | None:
+        """The plan, or None without one. Raises ConfigError for a text that is no plan."""
+        return None if self.plan is None else Plan.from_json(self.plan)
+
     def begun(self, own: CorrectionSettings | None, where: str) -> tuple[CorrectionSettings, Plan | None]:
         """The correction, and the plan without the thresholds that the trainer's own correction replaces.
 
@@ -110,10 +114,6 @@ class HookSettings(TrainerSettings, frozen=True):
         if self.correction() != HookSettings().correction():
             raise ConfigError(f"{where} asks for a correction, and so do the hook's settings; allowed: one of them")
         return own, None if plan is None else replace(plan, thresholds={})
-
-    def read_plan(self) -> Plan | None:
-        """The plan, or None without one. Raises ConfigError for a text that is no plan."""
-        return None if self.plan is None else Plan.from_json(self.plan)
 
 
 def settings_at(path: str | os.PathLike[str] | None = None) -> HookSettings:

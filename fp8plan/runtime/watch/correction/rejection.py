@@ -29,8 +29,8 @@ def rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tensor
         keep = kept if keep is None else keep.logical_and_(kept)
     if keep is not None:
         sums |= _masked(tokens, keep)
-    if settings.vetoed is not None:
-        kept, vetoed = _vetoed(tokens, settings.vetoed)
+    if settings.veto is not None:
+        kept, vetoed = _vetoed(tokens, settings.veto)
         sums |= vetoed
         keep = kept if keep is None else keep.logical_and_(kept)
     return keep, sums
@@ -119,8 +119,9 @@ def _sequences_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums
     }
 
 
-def _vetoed(tokens: Tokens, bounds: tuple[float, float]) -> tuple[torch.Tensor, Sums]:
-    least, most = (log(bound) if bound else -inf for bound in bounds)
+def _vetoed(tokens: Tokens, veto: float | tuple[float, float]) -> tuple[torch.Tensor, Sums]:
+    low, high = veto if isinstance(veto, tuple) else (veto, inf)
+    least, most = log(low) if low else -inf, log(high)
     segments = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
         log_ratio = tokens.log_ratio[part]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Final, Literal
 
 from fp8plan.checks import instance, is_number
@@ -140,10 +139,3 @@ class CorrectionSettings:
         if self.floor and (self.level is None or self.mode != "tis"):
             raise ConfigError(f"floor is {self.floor!r} without weights that are truncated; allowed: mode 'tis'")
         object.__setattr__(self, "reject", tuple(self.reject))
-
-    @property
-    def vetoed(self) -> tuple[float, float] | None:
-        """The smallest and the largest ratio of a token that the veto lets pass; None without a veto."""
-        if self.veto is None or isinstance(self.veto, tuple):
-            return self.veto
-        return self.veto, inf
