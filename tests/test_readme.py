@@ -116,6 +116,26 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     assert [path for path in missing if not path.startswith(made)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_test_that_is_named_is_there(page: Path) -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())
+    texts = {file: [path.read_text() for path in (ROOT / "tests").rglob(file)] for file, _ in named}
+    wrong = [
+        f"{file}::{test}"
+        for file, test in named
+        if not any(re.search(rf"^def {test}\(", text, re.M) for text in texts[file])
+    ]
+    assert wrong == []
+
+
+def test_what_works_and_what_is_refused_in_a_trainer_has_a_test() -> None:
+    page = (ROOT / "docs" / "evidence" / "trainers.md").read_text()
+    table = page.partition("## What works, and what is refused")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    assert {state for *_, state, _ in rows[2:]} == {"works", "refused", "not run"}
+    assert [row for row in rows[2:] if bool(re.search("::", row[-1])) == (row[-2] == "not run")] == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
 def test_every_make_target_that_is_named_is_one(page: Path) -> None:
     text = page.read_text()

@@ -268,7 +268,8 @@ def skyrl_config(**given: Any) -> SimpleNamespace:
     engine = SimpleNamespace(engine_init_kwargs=given.pop("engine", {}))
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "additional_kwargs": None} | given
     return SimpleNamespace(
-        generator=SimpleNamespace(sampling_params=SimpleNamespace(**params), inference_engine=engine)
+        generator=SimpleNamespace(sampling_params=SimpleNamespace(**params), inference_engine=engine),
+        trainer=SimpleNamespace(algorithm=frameworks.algorithm_config("fp8plan_regular")),
     )
 
 

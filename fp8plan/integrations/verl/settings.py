@@ -156,21 +156,28 @@ def _faults(config: Any) -> Iterator[str]:
             f"measure only +{WHERE}.correct=False"
         )
     if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
-        yield "algorithm.rollout_correction.bypass_mode is on, where there is nothing to correct; allowed: False"
+        yield (
+            "algorithm.rollout_correction.bypass_mode is on: verl then computes no log-probs of the trainer before the "
+            "update, so the mismatch cannot be measured; type algorithm.rollout_correction.bypass_mode=False"
+        )
     if rollout.tensor_model_parallel_size > (gpus := int(_nodes(config).n_gpus_per_node)):
         yield f"{ROLLOUT}.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}; allowed: {gpus}, a node's"
-    for path, name in _others(config):
-        if name == NAME:
+    for path, backend in _others(config):
+        if backend is None:
+            raise ConfigError(f"{path}.name is missing, which verl needs in any case; type {path}.name=vllm")
+        if backend == NAME:
             yield f"{path}.name is {NAME}; allowed: vllm, as these weights do not change"
 
 
-def _others(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield path and name of the rollouts of other models than the policy. By default they have the policy's name."""
+def _others(config: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield path and name of the rollouts of other models than the policy. By default a teacher has the policy's name,
+    and a reward model none.
+    """
     if OmegaConf.select(config, "distillation.enabled"):
         for teacher, settings in config.distillation.teacher_models.items():
             yield f"distillation.teacher_models.{teacher}.inference", settings.inference.name
     if config.reward.reward_model.enable:
-        yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
+        yield "reward.reward_model.rollout", OmegaConf.select(config, "reward.reward_model.rollout.name")
 
 
 def remedies_in(config: Any) -> Remedies:

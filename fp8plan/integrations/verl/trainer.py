@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from fp8plan.runtime.watch.correction.verl import from_verl
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import Observation
+from fp8plan.runtime.watch.mismatch.metrics import SLOTS
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.runtime.watch.monitor.record import Step
@@ -111,7 +113,7 @@ class PlannedTrainer:
 
         def correct(data: Any, _: Any) -> tuple[Any, dict[str, float]]:
             corrected.append(True)
-            return data, self._step(data)
+            return data, self._step(data, versions_of(batch.tags))
 
         with correcting_with(correct):
             computed = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
@@ -122,8 +124,11 @@ class PlannedTrainer:
             )
         return computed
 
-    def _step(self, data: Any) -> dict[str, float]:
-        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log."""
+    def _step(self, data: Any, versions: list[int] | None) -> dict[str, float]:
+        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log.
+
+        versions: [batch] versions of the weights that sampled; None if they are not known
+        """
         seen = self._seen()
         rollouts = [server["rollout"] for server in seen if server["rollout"] is not None] if self._timed else []
         slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # which ends the rollout
@@ -132,6 +137,7 @@ class PlannedTrainer:
             batch["old_log_probs"],
             batch["rollout_log_probs"],
             batch["response_mask"].bool(),
+            versions=versions,
             rollout=None if slowest is None else Observation(**slowest),
             sampling=Sampling.mixed(rollout["sampling"] for rollout in rollouts) or self._sampling,
         )
@@ -181,6 +187,20 @@ class PlannedTrainer:
         load_state(self.monitor, folder)
 
 
+def versions_of(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """The version of the weights that began each trajectory, from verl's tags of a batch; None if one has none.
+
+    A tag has the first and the last version, but not the tokens of each. By the first, all tokens of the newest version
+    are fresh. Versions that are too old for the Monitor's SLOTS count as the oldest that fits.
+    """
+    versions = [tag.get("min_global_steps") for tag in tags]
+    known = [version for version in versions if version is not None]
+    if not known or len(known) < len(versions):
+        return None
+    oldest = max(known) - SLOTS + 1
+    return [max(version, oldest) for version in known]
+
+
 def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:
     """The correction to begin with, and the plan without the thresholds that it replaces.
 
@@ -188,7 +208,7 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
     rollout_correction that fp8plan does not have.
     """
     if not settings.correct:
-        return CorrectionSettings(level=None), replace(plan, thresholds={})
+        return CorrectionSettings(level=None, thresholds=Thresholds(None)), replace(plan, thresholds={})
     of_verl = config.algorithm.get("rollout_correction") or {}
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
         return CorrectionSettings(), plan
