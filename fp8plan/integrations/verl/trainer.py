@@ -69,7 +69,7 @@ class PlannedTrainer:
         self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
         self._controller = self._settings.controller(self._correction)  # bad settings raise before engines start
         announce(self.plan, self._settings.plan or "auto", self._settings.choice)
-        for text in (*self.plan.reasons, *self.plan.warnings):
+        for text in self.plan.warnings:
             logger.info("fp8plan: %s", text)
         for remark in remarks(engine_kwargs(config)):
             logger.warning("fp8plan: %s", remark)
