@@ -112,6 +112,31 @@ PLANNING: dict[str, Row] = {
     "--plot": Row(["--plot", "plan.png"], {f"{OUTPUTS}.plot": Path("plan.png")}),
 }
 DRAFT = "--acceptance 0.7"
+CONFIGURED = {
+    "--grpo-config": asked("--grpo-config grpo.py:args", "inside", "trl"),
+    "--verl-config": asked("--verl-config verl.yaml", "target", "verl"),
+}
+GRPO_CONFIG = """
+from types import SimpleNamespace
+args = SimpleNamespace(
+    use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=1, vllm_max_model_length=None,
+    vllm_gpu_memory_utilization=0.3, num_generations=8, per_device_train_batch_size=8, steps_per_generation=8,
+    max_completion_length=64,
+)
+"""
+# The part of verl's configuration that a plan reads.
+VERL_CONFIG = """
+data: {train_batch_size: 8, max_prompt_length: 64, max_response_length: 64}
+algorithm: {}
+reward: {reward_model: {enable: false}}
+trainer: {n_gpus_per_node: 1, nnodes: 1, v1: {trainer_mode: sync}}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen3-8B}
+  actor: {strategy: fsdp}
+  rollout: {name: vllm, n: 8, expert_parallel_size: 1, tensor_model_parallel_size: 1, gpu_memory_utilization: 0.5,
+    max_model_len: null, max_num_seqs: 64, max_num_batched_tokens: 8192, enable_prefix_caching: true,
+    enforce_eager: false, enable_rollout_routing_replay: false, checkpoint_engine: {backend: naive}}
+"""
 
 
 def tuning() -> dict[str, Row]:
@@ -137,7 +162,7 @@ def _under(function: str, rows: Mapping[str, Row]) -> dict[str, Row]:
 ENGINE = "RolloutStream.engine"
 LIMITS, SETTINGS = "probe.limits", "probe.settings"
 ROWS: dict[str, dict[str, Row]] = {
-    "plan": PLANNING,
+    "plan": PLANNING | CONFIGURED,
     "tune": tuning(),
     "emit": {
         "plan": Row(["other.json", "vllm"], {"emit.self.seed": 7}),
@@ -308,6 +333,8 @@ def seen_of(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Ca
     for name in ("records.jsonl", "run.jsonl", "other.jsonl"):
         Path(name).write_text(json.dumps(RECORD) + "\n")
     Path("prompts.jsonl").write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    Path("grpo.py").write_text(GRPO_CONFIG)
+    Path("verl.yaml").write_text(VERL_CONFIG)
     Path("plan.json").write_text(PLAN.to_json())
     Path("other.json").write_text(replace(PLAN, seed=7).to_json())
     Path("mine").mkdir()

@@ -27,7 +27,7 @@ if not TYPE_CHECKING:  # a plan alone needs neither vLLM nor TRL's trainers
             if (error.name or "").partition(".")[0] != "trl":
                 raise
             raise ConfigError(
-                f"TRL is not installed, or is one that fp8plan does not know ({error}); type: pip install "
-                "'fp8plan[trl]'"
+                f"TRL is not installed, or is one that fp8plan does not know ({error}); "
+                "type: pip install 'fp8plan[trl]'"
             ) from error
         return GRPOTrainer

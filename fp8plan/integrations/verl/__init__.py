@@ -3,12 +3,10 @@
 fp8plan.integrations.verl.planned(config, gpu="h200")  # the plan alone
 """
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8plan.integrations.verl.settings import planned as planned
-
-NAME: Final = "fp8plan"  # name of the rollout
 
 if not TYPE_CHECKING:  # verl imports this package whenever it is imported itself
 

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
-from fp8plan.integrations.verl import NAME
+from fp8plan.integrations.verl.name import NAME
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, print_table, read_plan, read_settings
 from fp8plan.integrations.request import Rollouts, plan_of_words, words_of
-from fp8plan.integrations.verl import NAME
+from fp8plan.integrations.verl.name import NAME
 from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
 from fp8plan.model.limits import VERLS, fields_of
 from fp8plan.model.plan.plan import Plan
