@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,8 +154,6 @@ def test_typed_options_go_before_a_grpo_config(tmp_path: Path, capsys: pytest.Ca
 def test_what_a_configuration_lacks_is_one_clear_error(
     words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import re
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "part.yaml").write_text("data: {train_batch_size: 8}\n")
     code, out, error = typed(capsys, *(word.replace("FILE", str(grpo(tmp_path))) for word in words))
@@ -261,10 +260,10 @@ def test_verls_own_rollouts_are_planned_and_typed_options_go_before(
 ) -> None:
     from omegaconf import OmegaConf
 
-    told = composed(["actor_rollout_ref.rollout.quantization=fp8", *BIG[:-1], f"+{OURS}.accept=low"])
+    stock = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.quantization=fp8")
+    told = composed([*stock, *BIG[:-1], f"+{OURS}.accept=low"])
     OmegaConf.save(told, tmp_path / "verl.yaml")
     words = ["--verl-config", tmp_path / "verl.yaml", "--json"]
-    print(typed(capsys, *words)[2])
     usual = Plan.from_json(typed(capsys, *words)[1])
     assert (usual.select().precision, usual.gpu, usual.limits.data_parallel_size) == ("bf16", "h200_sxm", 4)
     more = ["Qwen/Qwen3-4B", "--gpu", "h100", "--tensor-parallel-size", 4, "--accept", "moderate", "--prompts", 64]
