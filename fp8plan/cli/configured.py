@@ -46,14 +46,23 @@ def configured(words: Words) -> Words:
     if config.grpo_config is not None:
         rollouts, words = _of_trl(config.grpo_config, words)
     else:
-        from fp8plan.integrations.verl.settings import rollouts_in
-
-        rollouts = rollouts_in(config.verl_config)
+        rollouts = _of_verl(config.verl_config)
     made = words_of(rollouts, words)
     work = dict(made[Workload])
     if is_trace(str(words[Workload].get("response_lengths"))) and "prompt_lengths" not in words[Workload]:
-        del work["prompt_lengths"]  # the trace may have them
+        work.pop("prompt_lengths", None)  # the trace may have them
     return {**made, Workload: work}
+
+
+def _of_verl(file: Path | None) -> Any:
+    """The rollouts of verl's configuration."""
+    try:
+        from fp8plan.integrations.verl.settings import rollouts_in
+    except ModuleNotFoundError as error:
+        if error.name != "omegaconf":
+            raise
+        raise ConfigError("--verl-config is read with OmegaConf; type: pip install omegaconf") from error
+    return rollouts_in(file)
 
 
 def _of_trl(source: str, words: Words) -> tuple[Any, Words]:

@@ -236,6 +236,15 @@ def started_with(told: Any) -> Plan:
 
 
 @pytest.mark.verl
+def test_a_machine_without_omegaconf_is_told_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "fp8plan.integrations.verl.settings", raising=False)
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    assert "type: pip install omegaconf" in typed(capsys, "--verl-config", "run.yaml")[2]
+
+
+@pytest.mark.verl
 @pytest.mark.parametrize("told", [config(*BIG), small(f"+{OURS}.gpu=cpu")], ids=["H200s", "tiny"])
 def test_a_plan_of_verls_configuration_is_the_one_that_its_trainer_makes(
     told: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -260,6 +269,8 @@ def test_verls_own_rollouts_are_planned_and_typed_options_go_before(
 ) -> None:
     from omegaconf import OmegaConf
 
+    from fp8plan.integrations.verl import planned
+
     stock = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.quantization=fp8")
     told = composed([*stock, *BIG[:-1], f"+{OURS}.accept=low"])
     OmegaConf.save(told, tmp_path / "verl.yaml")
@@ -271,6 +282,8 @@ def test_verls_own_rollouts_are_planned_and_typed_options_go_before(
     assert (plan.model, plan.gpu, plan.limits.data_parallel_size) == ("Qwen/Qwen3-4B", "h100_sxm", 2)
     assert (plan.workload["prompts"], plan.workload["samples"]) == (64, 8)
     assert plan.select().precision != "bf16"
+    planned(told)
+    assert told.actor_rollout_ref.rollout.quantization == "fp8", "the configuration stays as it is"
     told.actor_rollout_ref.rollout.pipeline_model_parallel_size = 2
     OmegaConf.save(told, tmp_path / "verl.yaml")
     assert "pipeline_model_parallel_size is 2; allowed: 1" in typed(capsys, *words)[2]
