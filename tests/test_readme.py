@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from mismatch_batches import gaussian, mismatch_of
+from trainer_files import GRPO_CONFIG, VERL_CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -203,6 +204,8 @@ def test_the_commands_run_as_they_are_pasted(
 ) -> None:
     """In this process, as nothing in them has a meaning to a shell but blanks and quotes."""
     (tmp_path / "profiles").symlink_to(ROOT / "profiles")
+    (tmp_path / "train.py").write_text(GRPO_CONFIG)
+    (tmp_path / "run.yaml").write_text(VERL_CONFIG)
     monkeypatch.chdir(tmp_path)
     run_here = run_as_pasted(PAGES)
     assert len(run_here) >= 12
@@ -317,9 +320,11 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
     run_file = tmp_path / "run.jsonl"
     done = forked(tmp_path, "trl_grpo.py", str(run_file))
     assert done.returncode == 0, done.stderr  # where transformers warns of its own names
-    chosen, why, *steps = done.stdout.splitlines()
+    chosen, *lines = done.stdout.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
     assert re.match(r"fp8plan: plan=\"auto\", choice='fp8_kv': fp8_kv for .* on cpu", chosen)
-    assert why.startswith("fp8plan: without choice: ")
+    table = "\n".join(lines[: lines.index(steps[0])])
+    assert all(words in table for words in ("rollout s", "KL k3 (90%)", "- Stay with bf16"))
     assert tells_each_step(done)
     rewards = [float(re.match(r"step \d+: reward ([\d.]+), KL ", line)[1]) for line in steps]  # type: ignore[index]
     assert 0.4 < rewards[0] < 0.6

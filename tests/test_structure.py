@@ -27,7 +27,7 @@ MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of th
 
 # What may import what: a part imports its own and what stands above it.
 PARTS = tuple(
-    f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
+    f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "views", "integrations", "cli")
 )
 MODEL = (
     ("distributions", "turn_table", "workload_turns", "workload"),

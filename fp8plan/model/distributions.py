@@ -196,15 +196,17 @@ def distribution_of(name: str, value: Any, quantity: Quantity) -> Distribution:
     raise ConfigError(f"{name} is {value!r}; allowed: {number}, fp8plan.Fixed, fp8plan.LogNormal or fp8plan.Trace")
 
 
-def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Distribution, Distribution, list[str]]:
-    """Read both lengths as the command line spells them. Returns (prompt lengths, response lengths, notes).
+def parse_both_lengths(
+    prompts: str | Distribution | None, responses: str | Distribution
+) -> tuple[Distribution, Distribution, list[str]]:
+    """Read both lengths as `parse_distribution` does. Returns (prompt lengths, response lengths, notes).
 
     prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
 
     Raises ConfigError as `parse_distribution` does, and for a trace with a likely typo of the name "prompt_length".
     """
     known = parse_distribution(responses, RESPONSE)
-    if not isinstance(known, Trace):
+    if not isinstance(responses, str) or not isinstance(known, Trace):
         return parse_distribution(prompts or DEFAULT_PROMPTS, PROMPT), known, []
     columns = _columns(Path(responses))
     has_prompts = PROMPT in columns
@@ -221,23 +223,28 @@ def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Distributio
     return parse_distribution(DEFAULT_PROMPTS, PROMPT), known, []
 
 
-def parse_distribution(text: str, column: str, quantity: Quantity = LENGTHS) -> Distribution:
-    """Read a distribution as the command line spells it: Quantity.syntax.
+def parse_distribution(text: str | Distribution, column: str, quantity: Quantity = LENGTHS) -> Distribution:
+    """Read a distribution as the command line spells it: Quantity.syntax. One that is read already stays.
 
     column: the column of a trace file, such as "prompt_length"
 
     Raises ConfigError, with `column`, for any other text, and for a file that is missing, empty or has bad numbers.
     """
     try:
-        parsed = _parsed(text, column, quantity)
+        value = _parsed(text, column, quantity) if isinstance(text, str) else text
     except ConfigError as error:
         raise ConfigError(f"{column}: {error}") from None
-    return distribution_of(column, parsed, quantity)
+    return distribution_of(column, value, quantity)
+
+
+def is_trace(text: str) -> bool:
+    """True if the command line's word for a distribution is a trace file."""
+    return Path(text).suffix in (".jsonl", ".parquet")
 
 
 def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
     path = Path(text)
-    if path.suffix in (".jsonl", ".parquet"):
+    if is_trace(text):
         return Trace(tuple(_read_column(path, column)), str(path))
     kind, colon, rest = text.partition(":")
     try:

@@ -21,6 +21,7 @@ from fp8plan import schemas
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import read_records
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 from fp8plan.runtime.watch.monitor.sinks import JsonLines
@@ -112,6 +113,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             trainer.rollout_engine.launch.precision,
             folder,
         )
+
+
+@pytest.mark.vllm
+def test_the_run_chose_from_the_plan_of_its_configuration_alone(run: Run, tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl import planned
+
+    version = check_vllm_version().partition("+")[0]
+    args = GRPOConfig(str(tmp_path), **SETTINGS)
+    assert planned(args, dataset(), model=model(), gpu="cpu", engine_version=version) == run.plan
 
 
 @pytest.mark.vllm

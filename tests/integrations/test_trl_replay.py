@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import EXPERTS, LAYERS, cpu_plan
-from trl_runs import COMPLETION, PROMPT, logged, model, started, trainer_of
+from trl_runs import COMPLETION, PROMPT, SETTINGS, logged, model, started, trainer_of
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.risk.remedies import Remedies
 
 pytestmark = pytest.mark.trl
 TOP_K, STEPS = 2, 2
@@ -110,7 +110,7 @@ def test_trainers_that_cannot_replay_say_what_to_type() -> None:
 def test_router_replay_belongs_to_a_plan() -> None:
     from fp8plan.integrations.trl import GRPOTrainer
 
-    with pytest.raises(ConfigError, match="router_replay belong to a plan"):
+    with pytest.raises(ConfigError, match="router_replay and dry_run belong to a plan"):
         GRPOTrainer("model", router_replay=True)
 
 
@@ -123,12 +123,16 @@ def test_a_dense_policy_is_refused_before_its_engine_starts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("gpu", "counts"), [("h200", True), ("cpu", False)])
-def test_a_plan_made_at_the_start_counts_on_the_replay(gpu: str, counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_made_at_the_start_counts_on_the_replay(
+    gpu: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl import GRPOConfig
+
     from fp8plan.integrations.trl import trainer as module
 
-    made: dict[str, Any] = {}
-    monkeypatch.setattr("fp8plan.integrations.common.make_plan", lambda *_, **settings: made.update(settings))
-    args = SimpleNamespace(num_generations=8, max_completion_length=COMPLETION)
-    trainer = SimpleNamespace(_router_replay=True, args=args, _prompt_lengths=lambda: None)
-    module.GRPOTrainer._plan_for(trainer, "model", gpu, EngineLimits(), 8, "trl", None)
-    assert made["remedies"].router_replay is counts
+    made: dict[type, Any] = {}
+    monkeypatch.setattr(module, "plan_of_words", lambda words, timed: made.update(words))
+    args = GRPOConfig(str(tmp_path), **SETTINGS)
+    trainer = SimpleNamespace(_router_replay=True, args=args, _prompt_lengths=dict)
+    module.GRPOTrainer._plan_for(trainer, model("moe"), gpu, None)
+    assert Remedies(**made[Remedies]).router_replay is counts

@@ -18,6 +18,7 @@ from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import announce, check_model
+from fp8plan.model.distributions import Trace
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
@@ -100,10 +101,10 @@ def test_a_misspelt_argument_is_answered_by_the_one_that_was_meant(misspelt: str
 
 def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     made = replace(KV, reasons=("Choose fp8_kv: it is faster.", "More."))
-    announce(made, "auto", None)
+    announce(made, made, None)
     announce(made, "/a/plan.json", "bf16")
     assert capsys.readouterr().out.splitlines() == [
-        f'fp8plan: plan="auto": fp8_kv for {KV.model} on cpu',
+        f"fp8plan: plan=a Plan: fp8_kv for {KV.model} on cpu",
         "fp8plan: Choose fp8_kv: it is faster.",
         f"fp8plan: plan=/a/plan.json, choice='bf16': bf16 for {KV.model} on cpu",
         "fp8plan: without choice: Choose fp8_kv: it is faster.",
@@ -112,7 +113,7 @@ def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixt
 
 def test_a_host_that_was_timed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     made = replace(KV, reasons=("Choose fp8_kv.",), warnings=("CPUs differ", said(4.15e-4, "by the server")))
-    announce(made, "auto", None)
+    announce(made, made, None)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "fp8plan: host loop measured by the server: 415 µs, kept for a day; `fp8plan doctor --host` measures it anew"
     ]
@@ -220,7 +221,7 @@ def test_importing_fp8plan_does_not_import_trl() -> None:
     ],
 )
 def test_a_missing_or_unknown_trl_is_one_clear_error(lacks: str) -> None:
-    code = f"{lacks}\nimport fp8plan.integrations.trl"
+    code = f"{lacks}\nfrom fp8plan.integrations.trl import GRPOTrainer"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert "ConfigError: TRL is not installed, or is one that fp8plan does not know (" in said
     assert said.rstrip().endswith("; type: pip install 'fp8plan[trl]'")
@@ -374,12 +375,16 @@ def test_the_prompts_of_a_chat_are_as_long_as_trl_makes_them(tmp_path: Path, mon
 
 
 def test_prompts_are_spread_over_the_dataset() -> None:
-    from fp8plan.integrations.trl import settings as planning
+    from fp8plan.integrations.trl import request
 
-    assert list(planning.spread(0)) == []
-    assert list(planning.spread(3)) == [0, 1, 2]
-    assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
-    assert planning.lengths_of([[1, 2], [3]]).values == (2, 1)
+    assert list(request.spread(0)) == []
+    assert list(request.spread(3)) == [0, 1, 2]
+    assert list(request.spread(1000, 4)) == [0, 250, 500, 750]
+    rows = [{"prompt": "ab"}, {"prompt": "c"}]
+    assert request.prompt_lengths(rows, lambda prompts: [[*map(ord, text)] for text in prompts]) == {
+        "prompt_lengths": Trace((2, 1), "prompts of the dataset")
+    }
+    assert request.prompt_lengths(iter(rows), len) == {}
 
 
 def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:

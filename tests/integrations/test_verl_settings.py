@@ -22,11 +22,12 @@ from vllm_server import ROOT, entry_points
 
 import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+from fp8plan.integrations.request import MEAN_SHARE, SIGMA, words_of
 from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
 from fp8plan.model.workload import Workload
@@ -271,7 +272,7 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand(
     monkeypatch: pytest.MonkeyPatch, loop_s: float | None
 ) -> None:
     """loop_s: of the trainer's host, if that has the GPU"""
-    monkeypatch.setattr("fp8plan.integrations.verl.settings.host_loop_s", lambda: loop_s)
+    monkeypatch.setattr("fp8plan.integrations.request.host_loop_s", lambda: loop_s)
     monkeypatch.setattr("fp8plan.model.hardware._product_of_this_machine", lambda: "NVIDIA H200")
     found = plan_of(
         config(
@@ -310,9 +311,15 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand(
     assert found == replace(by_hand, warnings=(*by_hand.warnings, *note))
 
 
-def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
-    from fp8plan.integrations.verl.settings import limits_of
+def limits_of(told: Any, gpu: str) -> EngineLimits:
+    """The limits of a plan for verl's configuration."""
+    from fp8plan.integrations.verl.settings import rollouts_of, settings_in
 
+    words = words_of(rollouts_of(told, settings_in(told)), {PlanRequest: {"gpu": gpu}})
+    return PlanRequest.of(words, workload=Workload(**words[Workload])).engine
+
+
+def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
     rollout = "actor_rollout_ref.rollout"
     told = config(
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
@@ -324,8 +331,6 @@ def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
 
 
 def test_engines_on_their_own_gpus_are_counted_there() -> None:
-    from fp8plan.integrations.verl.settings import limits_of
-
     told = config(
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
         "trainer.v1.trainer_mode=separate_async",

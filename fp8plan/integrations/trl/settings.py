@@ -1,23 +1,19 @@
-"""TRL's settings, as a plan needs them: the version of TRL, sampling, the checks, and the engine's limits."""
+"""TRL's settings beside a plan: the version of TRL, sampling, and the checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from math import ceil
 from typing import Any, Final
 from unittest.mock import patch
 
 from trl.trainer import grpo_trainer
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
-from fp8plan.model.distributions import Trace
+from fp8plan.integrations.trl.request import check_engine
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits, Lowerable
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 # ------------------------------------------------------------------------------------------------ this TRL's inside
@@ -44,8 +40,6 @@ def generating_with(made: Any) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------ settings
 
-MOST_PROMPTS: Final = 256  # rows of the dataset whose lengths are read, spread evenly
-BATCHED_TOKENS: Final = 4096  # TRL's token budget of a step, which leaves memory to the trainer
 # Settings of a rollout that GRPOConfig has under vLLM's names.
 SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -64,13 +58,7 @@ def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
 
     allow_biased_sampling: allow a sampling that biases the correction's ratios
     """
-    if args is None or not args.use_vllm:
-        raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
-    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
-        raise ConfigError(
-            f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
-            "for each process, a server on as many GPUs (vllm_mode='server'), or plan=None"
-        )
+    check_engine(args)
     if args.vllm_importance_sampling_correction and not allow_biased_sampling:
         sampling_in(args).refuse("GRPOConfig's sampling", "GRPOTrainer(..., allow_biased_sampling=True)")
 
@@ -108,26 +96,3 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
             raise ConfigError(
                 f"{name} is {theirs}, and the plan has {ours}; type: GRPOConfig({name}={ours}), or plan again"
             )
-
-
-def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> EngineLimits:
-    """The limits of the engine that TRL would start in this process. responses: its responses in one rollout"""
-    shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
-    return EngineLimits.for_gpu(
-        gpu,
-        shape.recurrent,
-        max_model_len=args.vllm_max_model_length or shape.context.derived(check_vllm_version()),
-        max_num_seqs=Lowerable(responses),
-        max_num_batched_tokens=max(BATCHED_TOKENS, responses),
-        gpu_memory_utilization=None if on_cpu else args.vllm_gpu_memory_utilization,
-    )
-
-
-def spread(count: int, most: int = MOST_PROMPTS) -> range:
-    """Indices of at most `most` rows of `count`, spread evenly."""
-    return range(0, count, ceil(count / most)) if count else range(0)
-
-
-def lengths_of(prompts: Sequence[Sequence[int]]) -> Trace:
-    """The lengths of tokenised prompts."""
-    return Trace(tuple(len(prompt) for prompt in prompts), "prompts of the dataset")

@@ -27,32 +27,27 @@ from fp8plan.integrations.common import (
     check_model,
     load_state,
     metrics_of,
-    plan_for,
     read_plan,
     safer_than,
     save_state,
 )
+from fp8plan.integrations.request import plan_of_words, words_of
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
 from fp8plan.integrations.trl.replay import Replays, refuse_other, refuse_replay
+from fp8plan.integrations.trl.request import prompt_lengths, rollouts_of
 from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
-from fp8plan.integrations.trl.settings import (
-    check_args,
-    check_plan,
-    check_trl,
-    colocated_limits,
-    generating_with,
-    lengths_of,
-    sampling_in,
-    spread,
-)
+from fp8plan.integrations.trl.settings import check_args, check_plan, check_trl, generating_with, sampling_in
+from fp8plan.model.distributions import Trace
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import OPTION
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.watch.controller.laws import Controller
 from fp8plan.runtime.watch.controller.state import Escalation
@@ -71,7 +66,7 @@ NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
 ROUTES: Final = "fp8plan_routes"  # key of the routes in a batch
 Advice = tuple[Action, Escalation | None]  # the guard's and the controller's
-OWN: Final = ("plan", "choice", "controller", "sinks", "router_replay")  # arguments of a planned trainer
+OWN: Final = ("plan", "choice", "controller", "sinks", "router_replay", "dry_run")  # arguments of a planned trainer
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 
 
@@ -132,6 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     sinks:      destinations of records, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
     router_replay: the policy's forwards use the experts that the engine picked (fp8plan.replayed); None: as the plan
                 says
+    dry_run:    print the plan's table, and end the program before an engine starts
     allow_biased_sampling: train with top_p, top_k, penalties and the like, which bias the correction's ratios; False:
                 they are refused, unless TRL's correction is off
 
@@ -161,6 +157,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         controller: Controller | None = None,
         sinks: Sequence[Sink] = (),
         router_replay: bool | None = None,
+        dry_run: bool = False,
         allow_biased_sampling: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -168,11 +165,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.plan: Plan | None = None
         self.rollout_engine: RolloutEngine | ServerEngine | None = None
         self.monitor: Monitor | None = None
-        self._replays, self._router_replay = Replays(), router_replay
+        self._replays, self._router_replay, self._dry_run = Replays(), router_replay, dry_run
         if plan is None:
-            if choice is not None or controller is not None or sinks or router_replay:
+            if choice is not None or controller is not None or sinks or router_replay or dry_run:
                 raise ConfigError(
-                    "choice, controller, sinks and router_replay belong to a plan, and plan is None; type: plan='auto'"
+                    "choice, controller, sinks, router_replay and dry_run belong to a plan, and plan is None; type: "
+                    "plan='auto'"
                 )
             super().__init__(*args, **kwargs)
             return
@@ -209,10 +207,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Start the planned engine; with plan="auto", plan first."""
         on_cpu, model = self.accelerator.device.type == "cpu", generation.model.name_or_path
         if self.plan is None:
-            responses = generation.max_num_seqs
-            limits = colocated_limits(model, self.args, responses, on_cpu)
             loop_s = None if on_cpu else self._host_loop_s()
-            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
+            self._plan_for(model, "cpu" if on_cpu else "auto", loop_s)
         plan = self._planned(generation, on_cpu)
         if self._replaying:
             of_trl = of_trl | {OPTION: True}
@@ -226,8 +222,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         gpu = find_gpu(served.status["facts"]["device"]).name if served.status else fallback
         on_cpu = find_gpu(gpu).is_cpu
         if self.plan is None:
-            limits, loop_s = limits_of(served.config, on_cpu), loop_of(served)
-            self._plan_for(model, gpu, limits, self.args.generation_batch_size, "server", loop_s)
+            self._plan_for(model, gpu, loop_of(served), limits_of(served.config, on_cpu))
         plan = self._planned(generation, on_cpu)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
@@ -241,22 +236,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         broadcast_object_list(timed)
         return timed[0]
 
-    def _plan_for(
-        self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
-    ) -> None:
-        self.plan = plan_for(
-            model,
-            gpu,
-            limits,
-            responses=responses,
-            samples=self.args.num_generations,
-            longest_response=self.args.max_completion_length,
-            prompt_lengths=self._prompt_lengths(),
-            inside=inside,
-            host_loop_s=host_loop_s,
-            timed="by the server" if inside == "server" else "here",
-            remedies=Remedies(router_replay=bool(self._router_replay)),
-        )
+    def _plan_for(self, model: str, gpu: str, host_loop_s: float | None, limits: EngineLimits | None = None) -> None:
+        """Plan for the engines of the configuration. limits: a server's"""
+        own: dict[str, Any] = {"model": model, "gpu": gpu, "host_loop_s": host_loop_s}
+        own["engine_version"] = check_vllm_version().partition("+")[0]
+        if limits is not None:
+            own["limits"] = limits
+        rollouts = replace(rollouts_of(self.args), remedies={"router_replay": bool(self._router_replay)})
+        typed = {PlanRequest: own, Workload: self._prompt_lengths()}
+        self.plan = plan_of_words(words_of(rollouts, typed), "here" if limits is None else "by the server")
 
     def _planned(self, generation: PlannedGeneration | PlannedServer, on_cpu: bool) -> Plan:
         """The checked plan, without thresholds that TRL's settings replace."""
@@ -271,16 +259,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         if changed(self.args):
             self.plan = replace(self.plan, thresholds={})
         if self.accelerator.is_main_process:
-            announce(self.plan, self._source, self._choice)
+            announce(self.plan, self._source, self._choice, self._dry_run)
+        if self._dry_run:
+            raise SystemExit(0)
         return self.plan
 
-    def _prompt_lengths(self) -> Any:
-        """Lengths of the dataset's prompts; None where prompts come from elsewhere, or hold more than text."""
-        rows = self.train_dataset
-        if not hasattr(rows, "__len__") or self.environment_factories is not None or self._is_vlm:
-            return None
-        prompts = [rows[index]["prompt"] for index in spread(len(rows))]
-        return lengths_of(self._tokenize_prompts(prompts)[0])
+    def _prompt_lengths(self) -> dict[str, Trace]:
+        """Lengths of the dataset's prompts; none where prompts come from elsewhere, or hold more than text."""
+        if self.environment_factories is not None or self._is_vlm:
+            return {}
+        return prompt_lengths(self.train_dataset, lambda prompts: self._tokenize_prompts(prompts)[0])
 
     def _generate(self, prompts: Any) -> Any:
         if self.rollout_engine is None or not self.model.training:

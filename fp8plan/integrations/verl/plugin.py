@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.verl import NAME
+from fp8plan.integrations.verl.name import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,12 @@ def trainer_of(stock: Any, config: Any) -> Any:
     """verl's trainer of a mode; with fp8plan's rollouts, the planned one. stock: its class; config: verl's"""
     if config.actor_rollout_ref.rollout.name != NAME:
         return stock(config=config)
+    from fp8plan.integrations.verl.settings import settings_in
+
+    if settings_in(config).dry_run:
+        from fp8plan.integrations.verl.dry_run import DryRun
+
+        return DryRun(config)
     from fp8plan.integrations.verl.trainer import planned_class
 
     return planned_class(stock)(config=config)

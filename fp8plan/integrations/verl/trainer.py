@@ -73,7 +73,7 @@ class PlannedTrainer:
         # Bad settings raise before engines start.
         self._controller = self._settings.controller(self._correction, self.plan)
         announce(self.plan, self._settings.plan or "auto", self._settings.choice)
-        for text in (*self.plan.reasons, *self.plan.warnings):
+        for text in self.plan.warnings:
             logger.info("fp8plan: %s", text)
         for remark in remarks(engine_kwargs(config)):
             logger.warning("fp8plan: %s", remark)

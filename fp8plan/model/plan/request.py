@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, update_wrapper
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, Self, TypeVar
 
 from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
@@ -31,7 +31,7 @@ from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
 from fp8plan.model.workload import WORKLOAD_OPTIONS, Batch, Workload
 from fp8plan.model.workload_turns import TURN_OPTIONS
-from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option
+from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option, Words
 from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION, planned_version
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -207,6 +207,24 @@ class PlanRequest:
             raise ConfigError(
                 f"top_k is {self.top_k}, and {self.sender}'s own sync sends no patches; leave one of them out"
             )
+
+    @classmethod
+    def of(cls, words: Words, **made: Any) -> Self:
+        """The request of the fields that are set: its own, and those of the dataclasses in it.
+
+        words: has at least model and gpu of this class; made: fields of this class that go before
+
+        Raises ConfigError as this class and those in it do.
+        """
+        own = words[cls]
+        card, shape = find_gpu(own["gpu"]), ModelShape.from_hf(own["model"])
+        parts: dict[str, Any] = {
+            "limits": EngineLimits.for_gpu(card, shape.recurrent, **words.get(EngineLimits, {})),
+            "trainer": StepTimes(**words[StepTimes]) if words.get(StepTimes) else None,
+            "budget": RiskBudget(**words.get(RiskBudget, {})),
+            "remedies": Remedies(**words.get(Remedies, {})),
+        }
+        return cls(**{**parts, **own, "model": shape, "gpu": card, **made})
 
     @cached_property
     def shape(self) -> ModelShape:
