@@ -510,7 +510,8 @@ def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None
     vllm = json.loads(fp8plan(*PLAN, "--emit", "vllm", "--precision", "fp8_block+fp8_kv").out)
     assert vllm["engine_args"]["kv_cache_dtype"] == "fp8"
     assert vllm["engine_args"]["quantization_config"]["linear"] == "fp8_per_block"
-    assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
+    served = fp8plan(*PLAN, "--emit", "vllm-serve", "--precision", "fp8_block+fp8_kv").out
+    assert shlex.split(served)[1:4] == ["vllm", "serve", MODEL]
     trl = fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_block+fp8_kv").out
     assert pasted(trl)["num_generations"] == 2
     assert '# GRPOTrainer(..., args=training_args, plan="plan.json", choice="fp8_block+fp8_kv")' in trl

@@ -144,7 +144,7 @@ SLIME: Final = Trainer(
     _megatron(("--fp8-recipe ",), f"{FP32_SCALES}={{}}", "--transformer-impl transformer_engine", "--fp8-format e4m3"),
 )
 
-# SkyRL 0.3.0: PR 1273 and docs/content/docs/algorithms/off_policy_correction.mdx. It hands FP32_SCALES of the environment
+# SkyRL 0.3.0: PR 1273, docs/content/docs/algorithms/off_policy_correction.mdx. It hands FP32_SCALES of the environment
 # on, by default 1 on Hopper (prepare_runtime_environment).
 _TRANSFORMER: Final = "trainer.policy.megatron_config.transformer_config_kwargs"
 SKYRL: Final = Trainer(
