@@ -22,7 +22,8 @@ from fp8plan.model.attention_backend import (
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.mixers import mixer_costs
 from fp8plan.model.distributions import Fixed
-from fp8plan.model.emit.vllm import measured_scales, vllm_kwargs
+from fp8plan.model.emit.job import measured_scales
+from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import BF16, FP8_KV

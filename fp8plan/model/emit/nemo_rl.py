@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fp8plan.model.architecture.held import MODULES
 from fp8plan.model.architecture.kept import OUTPUTS, ends_of
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.spelling import hydra, pasted
@@ -18,6 +17,8 @@ from fp8plan.model.emit.vllm import vllm_env
 
 _VLLM: Final = "++policy.generation.vllm_cfg"
 _LOSS: Final = "++loss_fn"
+# Parts of the names of attention outputs, as MODULES of fp8plan/model/architecture/held.py has them for vLLM.
+_OUTPUTS: Final = ("o_proj", "self_attn.out_proj", "self_attn.dense")
 _REPLICAS: Final = "cluster.num_nodes * cluster.gpus_per_node decides it"
 
 STOCK: Final = Stock(
@@ -80,7 +81,7 @@ def _precision(job: Job) -> dict[str, Any]:
         first, last = ends_of(kept)
         settings |= {f"{_VLLM}.num_first_layers_in_bf16": first, f"{_VLLM}.num_last_layers_in_bf16": last}
     if OUTPUTS in kept:
-        settings[f"{_VLLM}.quantization_ignored_layer_kws"] = [MODULES[OUTPUTS]]
+        settings[f"{_VLLM}.quantization_ignored_layer_kws"] = list(_OUTPUTS)
     return settings
 
 
