@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-_CALLER: Final = "the caller of vLLM bounds them. verl has no setting for it"
+_CALLER: Final = "the caller of the engine bounds them"
 _VERL: Final = "verl has no setting for it. Its agent loops start the whole batch"
-HOW: Final = {
+UNBOUNDED: Final = {  # target without a setting -> what happens there
     "verl": _VERL,
     "verl-stock": _VERL,
     "trl": "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together",
@@ -37,7 +37,7 @@ def concurrent_notes(workload: Mapping[str, Any], target: str) -> list[str]:
         return []
     number = turns.get("concurrent")
     every = workload["prompts"] * samples
-    notes = [f"planned for {number or every} trajectories at once, of {every}: {HOW.get(target, _CALLER)}"]
+    notes = [f"planned for {number or every} trajectories at once, of {every}: {UNBOUNDED.get(target, _CALLER)}"]
     if number is not None:
         words = concurrent_words(number, samples).items()
         notes.append("elsewhere they are " + ", ".join(f"{trainer}'s {word}" for trainer, word in words))

@@ -166,7 +166,7 @@ class PlanRequest:
         Option(
             None,
             "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
-            "unit with --emit vllm, else calibrated",
+            "unit where --emit names a program that measures none, else calibrated",
             "--kv-scales",
             kind=str,
         ),

@@ -216,8 +216,9 @@ def test_openrlhf_runs_no_fp8_and_the_error_has_what_to_type() -> None:
     )
     plan = plans.plan(choices=choices, chosen=3)
     said = (
-        r"^OpenRLHF 0\.11\.2 cannot start fp8_block\+fp8_kv of Qwen/Qwen3-8B: .* allowed: bf16; the next best is choice "
-        r"0, bf16 .*, in 8 s instead of 5 s: --choice 0 \(in Python choice=0\), or plan again with --emit openrlhf$"
+        r"^OpenRLHF 0\.11\.2 cannot start fp8_block\+fp8_kv of Qwen/Qwen3-8B: .* allowed: bf16; the next best is "
+        r"choice 0, bf16 .*, in 8 s instead of 5 s: --choice 0 \(in Python choice=0\), "
+        r"or plan again with --emit openrlhf$"
     )
     with pytest.raises(ConfigError, match=said):
         plan.emit("openrlhf")
@@ -296,7 +297,11 @@ def test_hydra_parses_nemo_rls_words() -> None:
 
     text = layout("fp8_block", remedies=Remedies(keep_bf16=(0, 0, "o_proj"))).emit("nemo-rl")
     parsed = {one.key_or_group: one.value() for one in OverridesParser.create().parse_overrides(words(text))}
-    assert parsed["policy.generation.vllm_cfg.quantization_ignored_layer_kws"] == ["o_proj", "self_attn.out_proj", "self_attn.dense"]
+    assert parsed["policy.generation.vllm_cfg.quantization_ignored_layer_kws"] == [
+        "o_proj",
+        "self_attn.out_proj",
+        "self_attn.dense",
+    ]
     assert parsed["policy.generation.vllm_cfg.gpu_memory_utilization"] == 0.71
 
 
@@ -387,7 +392,7 @@ def test_a_part_of_a_block_is_refused_with_the_next_best(target: str) -> None:
 def test_an_fp8_checkpoint_is_refused(target: str) -> None:
     stored = "Qwen/Qwen3-8B-FP8"
     assert ModelShape.from_hf(stored).stored is not None
-    with pytest.raises(ConfigError, match="name .*Qwen3-8B"):
+    with pytest.raises(ConfigError, match=r"name .*Qwen3-8B"):
         plans.plan(model=stored, choices=(plans.choice("fp8_block"),)).emit(target)
 
 
