@@ -397,7 +397,7 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
         ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
         (".", "verl"): ("cannot read .: Is a directory",),
         ("torn.json", "verl"): ("the plan is not JSON", "fp8plan plan MODEL --gpu GPU --json plan.json"),
-        ("plan.json", "slime"): ("'slime'", "vllm, verl, trl"),
+        ("plan.json", "sglang"): ("'sglang'", "vllm, verl, trl"),
         ("plan.json", "verl", "--choice", "fp8"): ("no 'fp8'", "fp8_block+fp8_kv"),
         ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),
         ("plan.json", "verl", "--choice", "9" * 5000): ("the plan has no '999", "fp8_block+fp8_kv"),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
 from fp8plan.model.emit.vllm import must_be_e8m0, stored_as
 from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS
-
-if TYPE_CHECKING:
-    from fp8plan.model.emit.job import Job
 
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
@@ -17,13 +17,16 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
-from fp8plan.model.risk.expected import LEVELS, RiskBudget, check_thresholds
+from fp8plan.model.plan.choice import Choice, plain_fields, seconds, several_layouts
+from fp8plan.model.risk.expected import LEVELS, THRESHOLD, RiskBudget, check_thresholds
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
-from fp8plan.model.shards import check_target
+from fp8plan.model.shards import check_target, why_not_shardable
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
-from fp8plan.version import __version__
+from fp8plan.version import __version__, check_starts
+
+if TYPE_CHECKING:
+    from fp8plan.model.emit.job import Job
 
 WITH_REMEDIES: Final = 8  # minor version of the schema that added them
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
@@ -273,10 +276,9 @@ class Plan:
         Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts, and for a vLLM before the
         supported ones.
         """
-        from fp8plan.model.emit.job import job_of
         from fp8plan.model.emit.vllm import vllm_kwargs
 
-        return vllm_kwargs(job_of(self, "vllm", choice, kv_scales).setup)
+        return vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
@@ -289,10 +291,9 @@ class Plan:
 
         fp8plan measures the scales of an FP8 cache after each weight sync.
         """
-        from fp8plan.model.emit.job import job_of
         from fp8plan.model.emit.verl import verl_overrides
 
-        return verl_overrides(job_of(self, "verl", choice))
+        return verl_overrides(self._job("verl", choice))
 
     def trl_config(self, choice: int | str | None = None, mode: str = "auto") -> dict[str, Any]:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
@@ -303,10 +304,9 @@ class Plan:
 
         fp8plan measures the scales of an FP8 cache after each weight sync.
         """
-        from fp8plan.model.emit.job import job_of
         from fp8plan.model.emit.trl import trl_config
 
-        return trl_config(job_of(self, "trl", choice), mode)
+        return trl_config(self._job("trl", choice), mode)
 
     def emit(
         self,
@@ -333,12 +333,82 @@ class Plan:
         cannot do, and if K and V scales of 1.0 are riskier than the plan accepts. So it does without a `choice` where
         no choice is within the risk budget.
         """
-        from fp8plan.model.emit.job import check_budget, job_of
         from fp8plan.model.emit.targets import EMITTERS
         from fp8plan.model.emit.trl import emit_trl_python
 
         check_target(target)
         if choice is None:
-            check_budget(self, target)
+            self._check_budget(target)
         emitter = emit_trl_python if python and target == "trl" else EMITTERS[target]
-        return emitter(job_of(self, target, choice, kv_scales, plan_file))
+        return emitter(self._job(target, choice, kv_scales, plan_file))
+
+    def _check_budget(self, target: str) -> None:
+        """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
+        picked = self.select()
+        if picked.risk is None or self.accepts(picked.risk):
+            return
+        allowed = " or ".join(LEVELS[: LEVELS.index(self.budget.accept) + 1])
+        raise ConfigError(
+            f"the risk of {picked.precision} is {picked.risk}, and no precision stays within the risk budget; allowed: "
+            f"{allowed}; plan again with --accept {picked.risk}, or "
+            f"save the plan (--json plan.json), and type: fp8plan emit plan.json {target} --choice {picked.precision}"
+        )
+
+    def _job(self, target: str, choice: int | str | None, kv_scales: str = "unit", plan_file: str | None = None) -> Job:
+        """The input of `target`'s settings for one choice. kv_scales: as in `emit`
+
+        Raises ConfigError if its K and V scales are too risky, or if the plan is of a vLLM that is not started.
+        """
+        from fp8plan.model.emit.job import Job, scales_in
+        from fp8plan.model.emit.notes import check_risk
+
+        check_starts(self.engine_version)
+        check_kv_scales(kv_scales)
+        picked, setup, number = self.select(choice), self.setup(choice), self.index(choice)
+        reason = self._refusal(number, target)
+        job = Job(
+            target=target,
+            setup=setup,
+            workload=self.workload,
+            tis=self.thresholds.get(THRESHOLD),
+            picked=picked,
+            counted=self.kv_scales == "calibrated",
+            budget=self.budget,
+            kv_scales=scales_in(target, setup, kv_scales),
+            choice=picked.precision if self.index(picked.precision) == number else number,
+            plan_file=plan_file,
+            refused=f"{reason}; {self._way_out(number, target)}" if reason else "",
+        )
+        check_risk(job)
+        return job
+
+    def _refusal(self, number: int, target: str) -> str:
+        """The reason why `target` cannot start a choice that vLLM can; "" if it can."""
+        from fp8plan.model.emit.vllm import known_shape
+
+        choice, setup = self.choices[number], self.setup(number)
+        if target in choice.refused_by:
+            return choice.refused_by[target]
+        shape = known_shape(setup)
+        if shape is None or shape.stored is not None:
+            return ""
+        return why_not_shardable(shape, setup.precision, choice.tensor_parallel, target, setup.limits.cut[1]) or ""
+
+    def _way_out(self, number: int, target: str) -> str:
+        """Advice for a choice that `target` cannot start: the best one that it can, or another plan."""
+        again, refused = f"plan again with --emit {target}", self.choices[number]
+        safe = [
+            (index, choice)
+            for index, choice in enumerate(self.choices)
+            if choice.available and choice.riskiness <= refused.riskiness and not self._refusal(index, target)
+        ]
+        if not safe:
+            return f"{again}, which looks for another layout"
+        index, best = min(safe, key=lambda pair: pair[1].seconds)
+        cost = ""
+        if best.makespan_s is not None and refused.makespan_s is not None:
+            cost = f", in {seconds(best.makespan_s)} s instead of {seconds(refused.makespan_s)} s"
+        return (
+            f"the next best is choice {index}, {best.precision} at {best.sizes} with "
+            f"{best.data_parallel} replica(s){cost}: --choice {index} (in Python choice={index}), or {again}"
+        )
