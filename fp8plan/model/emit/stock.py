@@ -122,7 +122,5 @@ def notes(job: Job, stock: Stock, replicas: str, *more: str) -> list[str]:
         *grid_notes(job),
     ]
     if job.tis is not None and stock.tis:
-        lines.append(
-            f"C of token TIS stays at {job.tis:g} at any KL; where fp8plan is installed, its Monitor adapts it"
-        )
+        lines.append(f"C of token TIS stays at {job.tis:g} at any KL")
     return lines
