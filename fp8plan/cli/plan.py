@@ -55,12 +55,12 @@ def _draw(prediction: Prediction, target: Path, kv_scales: str) -> None:
 @app.command("emit")
 def emit_command(
     plan: Annotated[str, typer.Argument(metavar="PLAN.json", help="the file of `plan --json`; - reads stdin")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="vllm, verl or trl")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="as `plan --emit`")],
     choice: Annotated[
         str | None, option(None, "another precision of the plan, or its number", "the chosen one")
     ] = None,
     kv_scales: Annotated[
-        str, option(None, "for vllm, of FP8 KV: unit (1.0, as vLLM leaves them), or calibrated if you calibrate them")
+        str, option(None, "of FP8 KV that neither fp8plan nor a trainer measures: unit (1.0), or calibrated if you do")
     ] = "unit",
     output: Annotated[
         str,

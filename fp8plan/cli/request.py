@@ -18,7 +18,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
 from fp8plan.model.setup import KV_SCALES
-from fp8plan.model.shards import check_target, strictest
+from fp8plan.model.shards import TARGETS, check_target, strictest
 from fp8plan.model.validate.records import Record, host_of, read_run, recorded_workload
 from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload
 from fp8plan.model.workload_turns import TURN_OPTIONS, Turns, parse_turns
@@ -49,7 +49,7 @@ class PlanOutputs:
         list[str] | None,
         Option(
             OUTPUT,
-            "settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
+            f"settings for {', '.join(TARGETS)}, to a file or stdout; repeat",
             metavar="TARGET[=FILE]",
         ),
     ] = None
@@ -74,8 +74,8 @@ class PlanOutputs:
 
     @property
     def vllms_scales(self) -> bool:
-        """True if the K and V scales of FP8 KV stay at 1.0 because vLLM alone starts the engine."""
-        return self.kv_scales is None and any(target == "vllm" for target, _ in self.emissions)
+        """True if the K and V scales of FP8 KV stay at 1.0 because nobody measures them for some target."""
+        return self.kv_scales is None and any(not TARGETS[target].measures for target, _ in self.emissions)
 
     @property
     def scales(self) -> str:

@@ -8,24 +8,15 @@ with fp8plan's weight-transfer backend and fp8plan's trainer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.concurrent import concurrent_notes
+from fp8plan.model.emit.job import Job
+from fp8plan.model.emit.notes import mismatch_notes, replicas_note, shared_gpu_note
 from fp8plan.model.emit.trainers import TRL
-from fp8plan.model.emit.vllm import (
-    Job,
-    measured_notes,
-    refuse_for,
-    replicas_note,
-    serve_command,
-    shared_gpu_note,
-    vllm_env,
-    vllm_kwargs,
-)
-from fp8plan.model.risk.expected import THRESHOLD, TIS_FLOOR
+from fp8plan.model.emit.vllm import serve_command, vllm_env, vllm_kwargs
 from fp8plan.model.setup import EngineSetup
 
 MODES: Final = ("auto", "colocate", "server")
@@ -54,7 +45,7 @@ _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for anything that TRL cannot do."""
-    refuse_for(job, "TRL")
+    job.refuse("TRL")
     TRL.words(job.setup.remedies)  # refuses those that it does not have
     limits = job.setup.limits
     samples = job.tokens("samples")
@@ -67,7 +58,7 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
         "num_generations": samples,
         "generation_batch_size": job.tokens("prompts") * samples,
         "max_completion_length": job.tokens("max_response_tokens"),
-        **_correction(job.thresholds, _is_ours(resolved, job.setup)),
+        **_correction(job.tis if _is_ours(resolved, job.setup) else job.constant_tis),
     }
     if resolved == "colocate":
         config |= {
@@ -133,12 +124,12 @@ def _settings(job: Job) -> dict[str, Any]:
         "trainer": f"GRPOTrainer(..., plan={plan}, choice={choice})  {_IMPORT}" if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
-        "notes": notes + concurrent_notes(job.workload, "trl") + measured_notes(job),
+        "notes": notes + concurrent_notes(job.workload, job.target) + mismatch_notes(job),
     }
 
 
 def _is_ours(mode: str, setup: EngineSetup) -> bool:
-    """True if fp8plan's trainer runs the plan, False if TRL's own does."""
+    """True if fp8plan's trainer runs the plan, whose C tightens from its start. TRL's own keeps its C."""
     return mode == "server" or _by_fp8plan(setup)
 
 
@@ -185,16 +176,13 @@ def _colocate_problems(job: Job) -> list[str]:
     return problems
 
 
-def _correction(thresholds: Mapping[str, Any], ours: bool) -> dict[str, Any]:
-    """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours.
-
-    ours: fp8plan's trainer runs, whose C tightens from there; TRL's own keeps its C
-    """
-    if THRESHOLD not in thresholds:
+def _correction(tis: float | None) -> dict[str, Any]:
+    """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
+    if tis is None:
         return {"vllm_importance_sampling_correction": False}
     return {
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_clip_max": thresholds[THRESHOLD] if ours else min(thresholds[THRESHOLD], TIS_FLOOR),
+        "vllm_importance_sampling_clip_max": tis,
     }

@@ -25,7 +25,7 @@ from fp8plan.model.risk.expected import BUDGET_OPTIONS, RiskBudget
 from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
-from fp8plan.model.shards import check_target
+from fp8plan.model.shards import TARGETS, check_target
 from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
@@ -78,7 +78,7 @@ class PlanRequest:
                     and the reasons name it. Without effect where verl or TRL sends. None: syncs send all of BF16
     optimizer:      with it, one of fp8plan.model.weight_changes.OPTIMIZERS; None: adamw
     top_k:          with it, also a sparse sync, which is not lossless; None: all modes are
-    target:         the program that starts the engines, "vllm", "verl" or "trl". Each cuts FP8 weights in its own way
+    target:         the program that starts the engines, one of fp8plan.model.shards.TARGETS
     profile:        used instead of the best known one
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
@@ -166,7 +166,7 @@ class PlanRequest:
         Option(
             None,
             "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
-            "unit with --emit vllm, else calibrated",
+            "unit where --emit names a program that measures none, else calibrated",
             "--kv-scales",
             kind=str,
         ),
@@ -248,13 +248,13 @@ class PlanRequest:
         if self.inside is not None:
             return check_inside(self.inside)
         most_gpus = self.gpus or (self.limits or EngineLimits()).tensor_parallel_size
-        by_target = {"vllm": OWN, "verl": "verl", "trl": "trl" if most_gpus == 1 else "server"}
-        return by_target[self.target]
+        fronts = {"verl": "verl", "verl-stock": "verl-stock", "trl": "trl" if most_gpus == 1 else "server"}
+        return fronts.get(self.target, OWN)
 
     @property
     def sender(self) -> str | None:
-        """The trainer that sends new weights, one of SENDERS; None: fp8plan sends them."""
-        return SENDERS[self.caller if self.target == "vllm" else self.target]
+        """The trainer that sends new weights; None: fp8plan sends them."""
+        return TARGETS[self.target].sender or SENDERS[self.caller]
 
     @cached_property
     def vllm(self) -> str:

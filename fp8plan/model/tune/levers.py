@@ -169,7 +169,7 @@ def _off_policy(scene: Scene) -> Iterator[Lever]:
     words = {
         "verl": " ".join(("verl.experimental.fully_async_policy:", *knobs, f"{verl}.partial_rollout=True")),
         "trl": f"experimental.async_grpo: max_staleness={times.max_lag} max_inflight_tasks={flying}",
-        "prime-rl": f"orchestrator.max_off_policy_steps={times.max_lag} orchestrator.max_inflight_rollouts={flying}",
+        "prime-rl": f"orchestrator.max_off_policy_steps={times.max_lag} orchestrator.concurrency.max_inflight={flying}",
     }
     setting = f"{share:.0%} more responses in flight; they go on under new weights, and their KV is computed anew"
     yield _overlapped(scene, trainer, steps.seconds, f"fully asynchronous, lag {steps.most_lag}", setting, words, price)

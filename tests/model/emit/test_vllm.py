@@ -132,7 +132,7 @@ def test_vllm_returns_the_experts_of_a_plan_with_router_replay(tiny_moe: str) ->
         returned = args.aux_output_config if at_least(VLLM, (0, 31)) else args
         assert returned.enable_return_routed_experts is replay
         assert args.enable_prefix_caching is True
-        words = json.loads(plan.emit("vllm"))["command"].split()
+        words = plan.emit("vllm-serve").split()
         assert ("--enable-return-routed-experts" in words) == replay
         served = serve_parser().parse_args(words[words.index("serve") + 2 :])
         assert bool(served.enable_return_routed_experts) == replay
@@ -170,7 +170,7 @@ def test_the_serve_command_says_the_same_as_the_kwargs(tiny_moe: str) -> None:
 
     plan = layout(2, 1, model=tiny_moe, limits=LIMITS, chosen=plans.index("fp8_block+fp8_kv"))
     told = json.loads(plan.emit("vllm"))
-    words = shlex.split(told["command"])
+    words = shlex.split(plan.emit("vllm-serve"), comments=True)
     assert words[:4] == ["VLLM_USE_DEEP_GEMM_E8M0=0", "vllm", "serve", tiny_moe]
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", tiny_moe, *words[4:]]))
@@ -305,7 +305,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
 
 def test_the_vllm_command_pastes_into_a_shell(tmp_path: Path) -> None:
     plan = plans.plan(model="/m/it's #1", chosen=plans.index("fp8_block"))
-    command = json.loads(plan.emit("vllm"))["command"].replace(" vllm serve ", " python serve ")
+    command = plan.emit("vllm-serve").splitlines()[0].replace(" vllm serve ", " python serve ")
     (words,) = pasted(command, tmp_path, "")
     assert words[:2] == ["serve", "/m/it's #1"]
     assert json.loads(words[-1]) == plan.vllm_kwargs()["quantization_config"]
@@ -705,7 +705,7 @@ def test_a_relative_folder_is_emitted_in_full(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     plan, full = plans.plan(model="my-model"), str(tmp_path.resolve() / "my-model")
     assert plan.vllm_kwargs()["model"] == full
-    assert shlex.split(json.loads(plan.emit("vllm"))["command"])[2] == full
+    assert shlex.split(plan.emit("vllm-serve"))[2] == full
     assert f"actor_rollout_ref.model.path={full}" in plan.verl_overrides()
     assert plans.plan(model="no-such-folder").vllm_kwargs()["model"] == "no-such-folder"
 
