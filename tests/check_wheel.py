@@ -46,7 +46,7 @@ for words in json.loads(sys.argv[1]):
         if end.code:
             sys.exit(f"{words} ends with {end.code}")
 """
-NOT_IN_THE_WHEEL = (" profiles/", "--plot")  # measurements, and an extra
+NOT_IN_THE_WHEEL = (" profiles/", "--plot", "--grpo-config", "--verl-config")  # measurements, and what extras need
 
 
 def python(folder: str, code: str, *words: str) -> str:

@@ -24,6 +24,7 @@ from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HEAVY = ("torch", "vllm")
+SOURCE = "https://git.example/fp8plan"
 MOST_BYTES = 8_000_000  # of the wheel
 
 
@@ -31,7 +32,7 @@ MOST_BYTES = 8_000_000  # of the wheel
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"FP8PLAN_SOURCE": SOURCE})
     (built,) = folder.glob("*.whl")
     return zipfile.ZipFile(built)
 
@@ -70,7 +71,8 @@ def test_an_index_shows_readme_with_links_that_lead_out_of_it(wheel: zipfile.Zip
     links = re.findall(r"\]\(([^)\s]+)\)", page)
     assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", here)) > 30
     assert [link for link in links if "://" not in link] == []
-    base = f"{PROJECT['urls']['Source']}/blob/v{PROJECT['version']}"
+    base = f"{SOURCE}/blob/v{PROJECT['version']}"
+    assert f"Project-URL: Source, {SOURCE}\n" in wheel.read(info).decode()
     assert f"({base}/docs/guides/trl.md)" in page
     assert f"]({base.replace('blob', 'raw')}/examples/plan.png)" in page
     assert page.count("\n") == here.count("\n")

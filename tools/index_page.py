@@ -1,16 +1,18 @@
 """README.md as package indexes show it: its relative links lead to the files of the released version.
 
-Hatchling runs this when it builds the package.
+A build that is no release knows no address, and keeps the links. Hatchling runs this when it builds the package.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
+SOURCE = "FP8PLAN_SOURCE"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
 
 
@@ -27,9 +29,12 @@ def with_absolute_links(page: str, source: str, tag: str) -> str:
 
 
 class IndexPage(MetadataHookInterface):
-    """The readme of the package's metadata."""
+    """The readme of the package's metadata, and its addresses, if FP8PLAN_SOURCE names the repository of a release."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        page = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        text = with_absolute_links(page, metadata["urls"]["Source"], f"v{metadata['version']}")
-        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        page, source = (Path(self.root) / "README.md").read_text(encoding="utf-8"), os.environ.get(SOURCE)
+        metadata["urls"] = {}
+        if source:
+            page = with_absolute_links(page, source, f"v{metadata['version']}")
+            metadata["urls"] = {"Source": source, "Issues": f"{source}/issues"}
+        metadata["readme"] = {"content-type": "text/markdown", "text": page}
