@@ -24,6 +24,7 @@ import anchored  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
+import install  # noqa: E402
 import kernel_errors  # noqa: E402
 import native_h100  # noqa: E402
 import public_figures  # noqa: E402
@@ -166,14 +167,22 @@ def kept_sets() -> str:
     return markdown.table(("sampled with", "scored on", "k1", "k3", "mean ratio", "alarms"), cells)
 
 
-def accuracy_in_short(unseen: Validation, families: Validation) -> str:
-    """README's table of the accuracy. unseen, families: the validations of the sets validation and held_out"""
+def without_a_timed_host() -> Validation:
+    """The validation of the set validation as if nobody had timed its hosts."""
     runs = baselines.records("validation")
-    untimed = [replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs]
+    return validate([replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs])
+
+
+def accuracy_in_short(unseen: Validation, untimed: Validation, families: Validation) -> str:
+    """README's table of the accuracy.
+
+    unseen, families: the validations of the sets validation and held_out
+    untimed:          as from `without_a_timed_host`
+    """
     replaced = read_records(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation" / "again.jsonl")
     at_first = first_sight.at_first_sight(families.records)
-    every = validate([*runs, *replaced])
-    return accuracy.summary(unseen, validate(untimed), every, families, at_first, accuracy.outside())
+    every = validate([*baselines.records("validation"), *replaced])
+    return accuracy.summary(unseen, untimed, every, families, at_first, accuracy.outside())
 
 
 def predicted_again() -> dict[str, str]:
@@ -188,7 +197,9 @@ def predicted_again() -> dict[str, str]:
     answers = jsonl.rows(baselines.results("validation"))
     made["baselines of validation"] = baselines.table(validated["validation"].records, answers)
     made["held_out"] = accuracy.families(validated["held_out"])
-    made["accuracy in short"] = accuracy_in_short(validated["validation"], validated["held_out"])
+    unseen, untimed = validated["validation"], without_a_timed_host()
+    made["accuracy in a line"] = accuracy.in_a_line(unseen, untimed)
+    made["accuracy in short"] = accuracy_in_short(unseen, untimed, validated["held_out"])
     made["first sight"] = first_sight.table(validated["held_out"].records)
     made["coverage"] = accuracy.coverage(accuracy.outside())
     made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
@@ -205,6 +216,7 @@ def others() -> dict[str, str]:
     made["anchored"] = anchored.table()
     made["uncalibrated"] = uncalibrated.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
+    made["installation"] = install.table()
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {
         "verl on GPUs": trainers.verl(),

@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.watch.monitor.sinks import JsonLines as JsonLines
     from fp8plan.runtime.watch.monitor.sinks import Prometheus as Prometheus
     from fp8plan.runtime.watch.monitor.sinks import TensorBoard as TensorBoard
+    from fp8plan.runtime.watch.monitor.trackers import Trackio as Trackio
+    from fp8plan.runtime.watch.monitor.trackers import Wandb as Wandb
 
 # Public name -> its module, read from the imports above, which a type checker alone runs.
 with open(__file__, encoding="utf-8") as _file:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
@@ -55,6 +56,17 @@ def seconds_in(variable: str, default: float) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{variable} is {text!r}; allowed: seconds above 0, {default:g} without it")
     return seconds
+
+
+def arrow(needed_for: str, module: str = "pyarrow") -> Any:
+    """Return pyarrow or a module of it, which an extra installs. Raises ConfigError if it is not installed.
+
+    needed_for: the start of the error
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ConfigError(f"{needed_for} needs pyarrow; type: pip install 'fp8plan[parquet]'") from None
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:

@@ -10,6 +10,9 @@ WORKLOAD, TURNS = "Workload", "Turns of agents"
 ENGINE, TRAINER = "Engine (vLLM's names)", "RL step"
 REMEDIES, DRAFTS, OUTPUT = "Remedies of the mismatch", "Speculative decoding", "Output"
 PREFIX_CACHING: Final = "--prefix-caching/--no-prefix-caching"
+OF_TRAINER: Final = "A trainer's configuration"
+
+Words = Mapping[type, Mapping[str, Any]]  # dataclass -> field -> the value that somebody has set
 
 
 class Option(NamedTuple):
@@ -17,8 +20,7 @@ class Option(NamedTuple):
 
     panel:    its group in the help; None: "Options", or "Arguments"
     help:     its help
-    default:  words for its default in the help; the command then gets None for an option that was left out. None: the
-              help shows the field's own default, and the command gets it
+    default:  words for its default in the help; None: the field's own default
     name:     its name as it is typed, if that is not the field's
     metavar:  the word for its value in the help
     kind:     type of the typed value, if that is not the field's

@@ -15,8 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from enum import EnumType
+from inspect import isclass
 from types import NoneType
-from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -311,10 +313,22 @@ def _explained(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
         allowed = " or ".join(WORDS.get(x, x) for x in expected[1].split(" | ")) + expected[2]
     elif message.startswith("Invalid enum value"):
         for name in re.findall(r"\.(\w+)", path):
-            kind = get_type_hints(kind)[name]
-        allowed = ", ".join(map(str, get_args(kind) or kind))
+            hints = map(get_type_hints, filter(isclass, (kind, *get_args(kind))))  # of the entries of a list, too
+            kind = next(fields[name] for fields in hints if name in fields)
+        allowed = ", ".join(_choices(kind))
     shown = repr(value)
     return f"{place or 'it'} is {shown if len(shown) <= 60 else f'{shown[:57]}...'}; allowed: {allowed}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values that a Literal, a union with one, or an enum allows."""
+    if get_origin(kind) is Literal:
+        return [str(choice) for choice in get_args(kind)]
+    if isinstance(kind, EnumType):
+        return list(map(str, list[Any](kind)))
+    if kind is NoneType:
+        return ["null"]
+    return [choice for part in get_args(kind) for choice in _choices(part)]
 
 
 def _ends(path: str, data: Any) -> list[tuple[str, Any]]:

@@ -24,6 +24,7 @@ import pytest
 from cpu_engines import GPU  # it sets the environment of engines, also for examples and commands that tests start
 from hypothesis import settings
 
+sys.path.append(str(Path(sys.prefix) / "stock"))  # trainers that parse settings (tests/stock.txt)
 pytest.register_assert_rewrite("tiny_models")  # what its engines said shows in a failure
 
 # Set before any test imports these libraries: they read their environment once.
@@ -54,7 +55,7 @@ def interpreter() -> None:
 
 
 # Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
-INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton", "transfer_queue", "reasoning_gym", "gguf")
+INTEGRATIONS = ("vllm", "verl", "trl", "skyrl", "openrlhf", "ray", "triton", "transfer_queue", "reasoning_gym", "gguf")
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"
 
 

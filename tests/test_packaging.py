@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from fp8plan.errors import ConfigError
+from fp8plan.importers import trl
+from fp8plan.model.distributions import parse_distribution
+from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HEAVY = ("torch", "vllm")
+SOURCE = "https://git.example/fp8plan"
+MOST_BYTES = 8_000_000  # of the wheel
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"FP8PLAN_SOURCE": SOURCE})
     (built,) = folder.glob("*.whl")
     return zipfile.ZipFile(built)
 
 
 def test_the_wheel_carries_every_file_of_the_package_and_the_profiles(wheel: zipfile.ZipFile) -> None:
+    """Raw measurements stay in the repository."""
     in_package = (p for p in (ROOT / "fp8plan").rglob("*") if "__pycache__" not in p.parts)
-    profiles = {Path("fp8plan") / p.relative_to(ROOT) for p in (ROOT / "profiles").rglob("*") if p.is_file()}
+    paths = [ROOT / "profiles" / "datasheet.json", *(ROOT / "profiles").rglob("profile.json")]
+    profiles = {Path("fp8plan") / p.relative_to(ROOT) for p in paths}
     expected = {p.relative_to(ROOT) for p in in_package if p.is_file()} | profiles
     packed = {Path(name) for name in wheel.namelist() if name.startswith("fp8plan/")}
     assert packed == expected
-    assert any(p.parts[1] == "profiles" for p in packed)
+    assert len(profiles) > 7
+    assert Path(str(wheel.filename)).stat().st_size < MOST_BYTES
     assert any(p.parts[1:3] == ("model", "configs") for p in packed)
 
 
@@ -50,6 +62,20 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
         *"[vllm.endpoint_plugins] fp8plan = fp8plan.runtime.apply.server.routes:Routes".split(),
         *"[vllm.general_plugins] fp8plan = fp8plan.runtime.apply.plugin:register".split(),
     ]
+
+
+def test_an_index_shows_readme_with_links_that_lead_out_of_it(wheel: zipfile.ZipFile) -> None:
+    info = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+    page = wheel.read(info).decode().partition("\n\n")[2]
+    here = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", here)) > 30
+    assert [link for link in links if "://" not in link] == []
+    base = f"{SOURCE}/blob/v{PROJECT['version']}"
+    assert f"Project-URL: Source, {SOURCE}\n" in wheel.read(info).decode()
+    assert f"({base}/docs/guides/trl.md)" in page
+    assert f"]({base.replace('blob', 'raw')}/examples/plan.png)" in page
+    assert page.count("\n") == here.count("\n")
 
 
 def test_the_wheel_has_the_source_that_the_first_plan_compiles(wheel: zipfile.ZipFile) -> None:
@@ -101,3 +127,22 @@ def test_importing_fp8plan_loads_nothing_heavy() -> None:
     code = f"import sys, fp8plan; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("use", "start"),
+    [
+        (lambda: parse_distribution("lengths.parquet", "response_length"), "reading lengths.parquet"),
+        (lambda: next(iter(trl.requests(Path("completions_1.parquet"), str))), "reading completions_1.parquet"),
+        (lambda: Publisher("folder", fp8=[], codec="zstd"), "the codec zstd"),
+    ],
+)
+def test_the_extra_with_pyarrow_is_named_where_it_is_missing(
+    use: Callable[[], object], start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.parquet").touch()
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=rf"^{start} needs pyarrow; type: pip install 'fp8plan\[parquet\]'$"):
+        use()

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from mismatch_batches import gaussian, mismatch_of
+from trainer_files import GRPO_CONFIG, VERL_CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -31,6 +32,7 @@ import readme  # noqa: E402
 
 import fp8plan  # noqa: E402
 from benchmarks import prose  # noqa: E402
+from benchmarks.commands import BLOCK, run_as_pasted  # noqa: E402
 from fp8plan import cli  # noqa: E402
 from fp8plan.cli import program  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
@@ -43,7 +45,6 @@ LINKED = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *(ROOT / "profiles").rglob("*.md"),
 ]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
 
 def name(page: Path) -> str:
@@ -116,6 +117,26 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     assert [path for path in missing if not path.startswith(made)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_test_that_is_named_is_there(page: Path) -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())
+    texts = {file: [path.read_text() for path in (ROOT / "tests").rglob(file)] for file, _ in named}
+    wrong = [
+        f"{file}::{test}"
+        for file, test in named
+        if not any(re.search(rf"^def {test}\(", text, re.M) for text in texts[file])
+    ]
+    assert wrong == []
+
+
+def test_what_works_and_what_is_refused_in_a_trainer_has_a_test() -> None:
+    page = (ROOT / "docs" / "evidence" / "trainers.md").read_text()
+    table = page.partition("## What works, and what is refused")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    assert {state for *_, state, _ in rows[2:]} == {"works", "refused", "not run"}
+    assert [row for row in rows[2:] if bool(re.search("::", row[-1])) == (row[-2] == "not run")] == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
 def test_every_make_target_that_is_named_is_one(page: Path) -> None:
     text = page.read_text()
@@ -178,37 +199,15 @@ def test_the_snippets_that_plan_run() -> None:
         assert done.stdout.startswith("fp8_block+fp8_kv\n")
 
 
-# What a command needs beside a checkout: a machine, an extra or a run of the user's own.
-NEEDS = (
-    "--gpu auto",
-    "fp8plan calibrate",
-    "fp8plan doctor",
-    "fp8plan probe",
-    "run.jsonl",
-    "MODEL",
-    "./my-model",
-)
-
-
-def commands(page: Path) -> list[str]:
-    """Every fp8plan command that a page shows with its arguments, in a block or in a sentence, in order."""
-    text = page.read_text()
-    text = re.sub(r"^<!-- begin help .*?^<!-- end help", "", text, flags=re.S | re.M)  # usage, not commands
-    lines = "".join(body for _, body in BLOCK.findall(text)).replace("\\\n", " ").splitlines()
-    lines = [line.removeprefix(".venv/bin/") for line in lines]
-    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
-    found = [line for line in lines if line.startswith("fp8plan ")]
-    return found + [code for code in inline if re.match(r"fp8plan (?!--)\w+ \S", code)]
-
-
 def test_the_commands_run_as_they_are_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, as nothing in them has a meaning to a shell but blanks and quotes."""
     (tmp_path / "profiles").symlink_to(ROOT / "profiles")
+    (tmp_path / "train.py").write_text(GRPO_CONFIG)
+    (tmp_path / "run.yaml").write_text(VERL_CONFIG)
     monkeypatch.chdir(tmp_path)
-    shown = dict.fromkeys(command.split("  #")[0].strip() for page in PAGES for command in commands(page))
-    run_here = [command for command in shown if not any(need in command for need in NEEDS)]
+    run_here = run_as_pasted(PAGES)
     assert len(run_here) >= 12
     for command in run_here:
         assert not set("|&;<>()$`*?~{}[]!#") & set(command), command
@@ -321,9 +320,11 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
     run_file = tmp_path / "run.jsonl"
     done = forked(tmp_path, "trl_grpo.py", str(run_file))
     assert done.returncode == 0, done.stderr  # where transformers warns of its own names
-    chosen, why, replaced, *steps = done.stdout.splitlines()
+    chosen, *lines = done.stdout.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
     assert re.match(r"fp8plan: plan=\"auto\", choice='fp8_kv': fp8_kv for .* on cpu", chosen)
-    assert why.startswith("fp8plan: without choice: ")
+    *table, replaced = lines[: lines.index(steps[0])]
+    assert all(words in "\n".join(table) for words in ("rollout s", "KL k3 (90%)", "- Stay with bf16"))
     assert replaced.startswith("fp8plan: the plan's correction replaces TRL's")
     assert tells_each_step(done)
     rewards = [float(re.match(r"step \d+: reward ([\d.]+), KL ", line)[1]) for line in steps]  # type: ignore[index]

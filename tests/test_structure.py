@@ -20,14 +20,14 @@ ROOT = Path(fp8plan.__file__).parent
 MOST_LINES = 450  # of a module
 SPARE = 0.02  # of a budget, beside the rounding to hundreds, may be left over before it is lowered
 MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of the files that it enters
-    "plan": {"hops": 170, "lines": 14_560},
-    "tensor": {"hops": 28, "lines": 4865},
+    "plan": {"hops": 169, "lines": 14_460},
+    "tensor": {"hops": 28, "lines": 4863},
     "log-prob": {"hops": 22, "lines": 3984},
 }
 
 # What may import what: a part imports its own and what stands above it.
 PARTS = tuple(
-    f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
+    f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "views", "integrations", "cli")
 )
 MODEL = (
     ("distributions", "turn_table", "workload_turns", "workload"),

@@ -143,7 +143,7 @@ def predicted(plan: Any) -> dict[str, Any]:
 
 def end_as_planned(args: argparse.Namespace, trainer: Any) -> None:
     """Let each answer of a rollout end at a length of its own. Together they are those of the plan's workload."""
-    from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+    from fp8plan.integrations.request import MEAN_SHARE, SIGMA
 
     lengths = LogNormal(MEAN_SHARE * args.completion, SIGMA, args.completion)
     workload = Workload(args.batch // GENERATIONS, GENERATIONS, trainer._prompt_lengths(), lengths)

@@ -46,7 +46,9 @@ CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
 CORRECTIONS: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds()),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
-    "adaptive": Correction(CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(), tuple(Escalation)),
+    "adaptive": Correction(
+        CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(2.0, narrowest=0.4), tuple(Escalation)
+    ),
     # C from 2 down to 1.4, and from 4 down to 2.
     "level_2_1.4": _level(2.0, 0.485),
     "level_4_2": _level(4.0, 0.5),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from rich.console import Console
 
 import fp8plan
 from benchmarks.learning import predicted
@@ -28,7 +29,9 @@ from fp8plan.model.risk.expected import COUNTED_TIS, THRESHOLD
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import held_back
+from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
+from fp8plan.views.report import plan_report
 
 ADVISES_NOTHING: Final = GuardSettings(patience=None)  # it judges each rollout; an arm stays what it is called
 
@@ -60,6 +63,14 @@ class Settings:
     save_every: int = 10
     memory: float = 0.4
     at_once: int = 1
+
+
+def as_text(plan: fp8plan.Plan) -> str:
+    """The report of a plan, as `fp8plan plan` prints it."""
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(plan_report(plan))
+    return shown.get()
 
 
 class Loop:
@@ -104,7 +115,8 @@ class Loop:
         if (folder / "plan.json").is_file():
             plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             # An arm starts at its own C, whatever the plan recommends.
-            plan = replace(plan, thresholds={THRESHOLD: self.correction.settings.thresholds.tis or COUNTED_TIS})
+            start = self.correction.settings.thresholds or Thresholds(COUNTED_TIS)
+            plan = replace(plan, thresholds={THRESHOLD: start.tis})
         sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
         laws = self.correction
         self.monitor = fp8plan.Monitor(laws.settings, laws.controller, sinks, plan=plan, engine=self.engine)
@@ -218,6 +230,7 @@ class Loop:
                 self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps
             )
             self.folder.write("plan.json", plan.to_dict())
+            self.say(f"{as_text(plan)}\nThis run samples in {self.precision}, whatever the plan chose.\n")
         except ProfileError as error:  # experts on a CPU: the run is worth its while without
             plan = error
             self.tell("no plan", error)

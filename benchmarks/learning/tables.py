@@ -33,7 +33,7 @@ USUAL: Final = "tis"  # the correction that others are held against: token TIS a
 NAMES: Final = {
     USUAL: "C = 2",
     "tis-1.4": "C = 1.4",
-    "adaptive": "`LevelThresholds`",
+    "adaptive": "`LevelThresholds(tis=2, narrowest=0.4)`",
     "level-2-1.4": "`LevelThresholds(narrowest=0.485)`, C from 2 to 1.4",
     "level-4-2": "`LevelThresholds(tis=4, narrowest=0.5)`, C from 4 to 2",
 }

@@ -10,21 +10,23 @@ import typer
 
 from fp8plan.cli import console
 from fp8plan.cli.console import STDOUT, print_notes
-from fp8plan.cli.program import Options, PlanCommand, Words, app, option, options_of
+from fp8plan.cli.program import ConfiguredCommand, Options, app, option, options_of
 from fp8plan.errors import ConfigError
+from fp8plan.options import Words
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.planner import Prediction
 
 
 def _options() -> Options:
+    from fp8plan.cli.configured import TrainerConfig
     from fp8plan.cli.request import PlanOutputs
     from fp8plan.model.plan.request import PlanRequest
 
-    return Options((PlanRequest, PlanOutputs), without=["max_lag"])
+    return Options((PlanRequest, TrainerConfig, PlanOutputs), without=["max_lag"])
 
 
-@app.command("plan", cls=PlanCommand)
+@app.command("plan", cls=ConfiguredCommand)
 @options_of(_options)
 def plan_command(words: Words) -> None:
     """Predict every rollout precision, and choose one.
@@ -32,11 +34,14 @@ def plan_command(words: Words) -> None:
     Files are written all or none. An output without a file goes to stdout, else the table does. Beside settings on
     stdout the table goes to stderr, as notes do.
     """
+    from fp8plan.cli.configured import TrainerConfig, configured
     from fp8plan.cli.request import request_of
     from fp8plan.model.plan.planner import predict
     from fp8plan.model.plan.request import PlanRequest
     from fp8plan.views.report import plan_report
 
+    if words[TrainerConfig]:
+        words = configured(words)
     request, outputs, notes = request_of(PlanRequest, words, "predicting")
     outputs.deliver(predict(request), notes, plan_report, _draw)
 
@@ -50,12 +55,12 @@ def _draw(prediction: Prediction, target: Path, kv_scales: str) -> None:
 @app.command("emit")
 def emit_command(
     plan: Annotated[str, typer.Argument(metavar="PLAN.json", help="the file of `plan --json`; - reads stdin")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="vllm, verl or trl")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="as `plan --emit`")],
     choice: Annotated[
         str | None, option(None, "another precision of the plan, or its number", "the chosen one")
     ] = None,
     kv_scales: Annotated[
-        str, option(None, "for vllm, of FP8 KV: unit (1.0, as vLLM leaves them), or calibrated if you calibrate them")
+        str, option(None, "of FP8 KV that neither fp8plan nor a trainer measures: unit (1.0), or calibrated if you do")
     ] = "unit",
     output: Annotated[
         str,

@@ -9,17 +9,20 @@ from dataclasses import fields
 from functools import cache, cached_property
 from inspect import Parameter, Signature
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from fp8plan.cli.console import STDOUT
 from fp8plan.errors import ConfigError
-from fp8plan.options import Option, declared
+from fp8plan.options import Option, Words, declared
 
 # typer's errors of usage. They come from click, or in other versions from a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+CONFIGURATIONS: Final = ("--grpo-config", "--verl-config")  # options with a trainer's configuration
 
 
 class GroupedCommand(TyperCommand):
@@ -82,6 +85,17 @@ class PlanCommand(GroupedCommand):
             raise
 
 
+class ConfiguredCommand(PlanCommand):
+    """A PlanCommand that needs neither a model nor a GPU beside a trainer's configuration, which may name them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        configured = any(word.partition("=")[0] in CONFIGURATIONS for word in args)
+        for parameter in self.get_params(ctx):
+            if parameter.name in ("model", "gpu"):
+                parameter.required = not configured
+        return super().parse_args(ctx, args)
+
+
 def _has_value(parameter: Any) -> bool:
     return not parameter.is_flag or bool(parameter.secondary_opts)
 
@@ -131,9 +145,6 @@ def option(
     return typer.Option(*names, help=text, show_default=default or True, metavar=metavar, rich_help_panel=panel)
 
 
-Words = Mapping[type, dict[str, Any]]  # dataclass -> field -> the value that its option has, typed or by default
-
-
 class Options(NamedTuple):
     """The options of a command: those of dataclasses, and of the groups in them.
 
@@ -169,14 +180,14 @@ class Declared:
     @cached_property
     def __signature__(self) -> Signature:
         defaults = self._options.defaults
-        return Signature([_parameter(*each, words=defaults.get(each[1])) for each in self._declared])
+        context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        return Signature([context, *(_parameter(*each, words=defaults.get(each[1])) for each in self._declared)])
 
-    def __call__(self, **typed: Any) -> None:
+    def __call__(self, context: Any, **values: Any) -> None:
         words: dict[type, dict[str, Any]] = {owner: {} for owner, *_ in self._declared}
         for owner, name, entry in self._declared:
-            value = typed[name]
-            if value is not None:
-                words[owner][name] = value if entry.read is None else entry.read(value)
+            if context.get_parameter_source(name).name != "DEFAULT":
+                words[owner][name] = values[name] if entry.read is None else entry.read(values[name])
         self._command(words)
 
 

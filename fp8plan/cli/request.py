@@ -11,22 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fp8plan.cli import console
 from fp8plan.cli.console import STDOUT, print_notes, progress, show
-from fp8plan.cli.program import Words
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
 from fp8plan.model.distributions import DEFAULT_PROMPTS, PROMPT, SECONDS, parse_both_lengths, parse_distribution
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
-from fp8plan.model.risk.remedies import Remedies
-from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import KV_SCALES
-from fp8plan.model.shards import check_target, strictest
+from fp8plan.model.shards import TARGETS, check_target, strictest
 from fp8plan.model.validate.records import Record, host_of, read_run, recorded_workload
 from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload
 from fp8plan.model.workload_turns import TURN_OPTIONS, Turns, parse_turns
-from fp8plan.options import OUTPUT, Option
+from fp8plan.options import OUTPUT, Option, Words
 from fp8plan.version import check_starts, planned_version
 
 if TYPE_CHECKING:
@@ -53,7 +49,7 @@ class PlanOutputs:
         list[str] | None,
         Option(
             OUTPUT,
-            "settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
+            f"settings for {', '.join(TARGETS)}, to a file or stdout; repeat",
             metavar="TARGET[=FILE]",
         ),
     ] = None
@@ -78,8 +74,8 @@ class PlanOutputs:
 
     @property
     def vllms_scales(self) -> bool:
-        """True if the K and V scales of FP8 KV stay at 1.0 because vLLM alone starts the engine."""
-        return self.kv_scales is None and any(target == "vllm" for target, _ in self.emissions)
+        """True if the K and V scales of FP8 KV stay at 1.0 because nobody measures them for some target."""
+        return self.kv_scales is None and any(not TARGETS[target].measures for target, _ in self.emissions)
 
     @property
     def scales(self) -> str:
@@ -138,25 +134,19 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
     outputs = PlanOutputs(**words[PlanOutputs], kv_scales=own.get("kv_scales_calibrated"))
     if outputs.emissions:
         check_starts(planned_version(own.get("engine_version"), card.is_cpu))
-    accept = words[RiskBudget]["accept"]
-    if accept not in LEVELS:
+    accept = words[RiskBudget].get("accept")
+    if accept not in (None, *LEVELS):
         raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
     sizes = {"tensor_parallel_size", "data_parallel_size"} & limits.keys()
-    if "gpus" in own and (sizes or limits["enable_expert_parallel"]):
+    if "gpus" in own and (sizes or limits.get("enable_expert_parallel")):
         raise ConfigError(
             "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
             "--data-parallel-size and --expert-parallel"
         )
-    shape = ModelShape.from_hf(own["model"])
-    made = {
-        "model": shape,
-        "gpu": card,
-        "limits": EngineLimits.for_gpu(card, shape.recurrent, **limits),
-        "trainer": StepTimes(**words[StepTimes]) if words[StepTimes] else None,
-        "budget": RiskBudget(accept=accept),
-        "remedies": Remedies(**words[Remedies]),
+    targets = [target for target, _ in outputs.emissions]
+    made: dict[str, Any] = {
         "kv_scales_calibrated": outputs.scales == "calibrated",
-        "target": strictest([target for target, _ in outputs.emissions]),
+        "target": strictest([own.get("target", "vllm"), *targets]),
         "workers": _cores(),
         "progress": progress(doing),
     }
@@ -172,7 +162,7 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
         loop_s = this_host.host_loop_s()
         if loop_s is not None:
             made["host_loop_s"], notes = loop_s, [*notes, this_host.said(loop_s)]
-    return kind(**own | made), outputs, notes
+    return kind.of(words, **made), outputs, notes
 
 
 def _workload(

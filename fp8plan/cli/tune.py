@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8plan.cli.program import Options, PlanCommand, Words, app, options_of
+from fp8plan.cli.program import Options, PlanCommand, app, options_of
+from fp8plan.options import Words
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.planner import Prediction

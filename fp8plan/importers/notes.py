@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from fp8plan.importers.logged import Source, Tally
+from fp8plan.model.turn_table import NO_WAITS
 from fp8plan.model.workload_turns import WAITS
 
 NO_TOOLS: Final = (
@@ -39,7 +40,7 @@ def of_turns(tally: Tally) -> Iterator[str]:
             "seconds of a rollout include waits for tools"
         )
     if tally.unknown_waits:
-        yield f"the log does not say how long the tools took: type plan --workload FILE --tool-s {WAITS}"
+        yield f"{NO_WAITS}: type plan --workload FILE --tool-s {WAITS}"
     if tally.unclear:
         yield (
             f"{tally.unclear:,} of {tally.responses:,} responses ({tally.unclear / tally.responses:.1%}) may hold tool "

@@ -19,6 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from fp8plan.checks import arrow
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note, Request, Source, Text
 
@@ -38,10 +39,9 @@ def repeats(file: Path, before: Path) -> bool:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
+    parquet = arrow(f"reading {file}", "pyarrow.parquet")
     try:
-        with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
+        with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
             for batch in table.iter_batches(ROWS, columns=["prompt", "completion"]):
                 yield from batch.to_pylist()
     except Exception as error:  # pyarrow raises a type of its own per kind of damage

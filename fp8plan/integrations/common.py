@@ -5,34 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
+from rich.console import Console
 
 from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.model.distributions import Distribution, Fixed, LogNormal
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.plan.planner import plan as make_plan
-from fp8plan.model.risk.expected import THRESHOLD
-from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
-from fp8plan.model.workload import Workload
-from fp8plan.runtime.apply.vllm_versions import check_vllm_version
+from fp8plan.model.risk.expected import TIS_START
+from fp8plan.model.risk.remedies import NO_REMEDIES
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.this_host import TIMED, said
-from fp8plan.runtime.watch.controller.fit import constant
+from fp8plan.runtime.this_host import TIMED
+from fp8plan.runtime.watch.controller.fit import constant, default_law
 from fp8plan.runtime.watch.controller.laws import Controller, LevelThresholds
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.watch.monitor.sinks import JsonLines
 from fp8plan.schemas import parse
+from fp8plan.views.report import plan_report
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision
@@ -46,22 +42,22 @@ class TrainerSettings(msgspec.Struct, frozen=True):
     """The settings that users write in any trainer's configuration. Every key may be left out.
 
     plan:       path of a plan's JSON
-    thresholds: "constant", or "level" (LevelThresholds)
-    target_kl:  KL in nats per token up to which "level" keeps the thresholds; null: as the plan expects, or 0.01
+    thresholds: "level" (LevelThresholds), or "constant"; null: the default law (fp8plan.runtime.watch.controller.fit)
+    target_kl:  KL in nats per token up to which a law keeps the thresholds; null: as the plan expects, or 0.01
     limit_kl:   KL in nats per token above which the alarm sounds; null: likewise
     run_file:   path of a file for `fp8plan monitor`; null: none is written
     """
 
     plan: str | None = None
-    thresholds: str = "constant"
+    thresholds: str | None = None
     target_kl: float | None = None
     limit_kl: float | None = None
     run_file: str | None = None
 
     def __post_init__(self) -> None:
-        if self.thresholds not in ("constant", "level"):
+        if self.thresholds not in (None, "constant", "level"):
             raise ConfigError(
-                f'thresholds is {self.thresholds!r}; allowed: "constant", the default, or "level", which '
+                f'thresholds is {self.thresholds!r}; allowed: null, the default law, "constant", or "level", which '
                 "tightens while the KL is above its target"
             )
 
@@ -72,13 +68,13 @@ class TrainerSettings(msgspec.Struct, frozen=True):
         """
         levels = {"target_kl": self.target_kl, "limit_kl": self.limit_kl}
         kl: dict[str, Any] = {name: level for name, level in levels.items() if level is not None}
+        if self.thresholds is None:
+            return default_law(correction, plan, **kl)
         if self.thresholds == "constant":
-            if "target_kl" in kl:
-                raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "level"')
             return constant(correction, plan, **kl)
         if correction.level is None:
             raise ConfigError('thresholds is "level" and nothing is corrected; allowed: "constant"')
-        start = correction.thresholds
+        start = correction.thresholds or Thresholds(TIS_START)
         return LevelThresholds(start.tis, start.band, correction.level, **kl)
 
     def sinks(self) -> list[JsonLines]:
@@ -106,9 +102,7 @@ def read_settings(data: Any, kind: type[S], where: str, example: str) -> S:
 
 ALLOWED: Final = '"auto", a Plan, the path of a plan\'s JSON, or None'
 
-# Guesses before the first rollout, as `fp8plan plan` makes them: mean response by longest response, and its sigma.
-MEAN_SHARE, SIGMA = 0.3, 0.9
-UNKNOWN_PROMPT: Final = 1024  # tokens
+WIDTH: Final = 200  # columns of a table in a log, as where the command line has no terminal
 
 
 def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
@@ -127,75 +121,52 @@ def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
     return Plan.from_json(Path(source).read_text(encoding="utf-8"))
 
 
-def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
-    """Print the engines' precision, the reason, and the host's speed if it was timed. The trainer's first process calls
-    it.
+def check_model(setup: EngineSetup, model: str) -> None:
+    """Raise ConfigError if a checkpoint has other layers than an engine's model.
 
-    source: the trainer's setting of the plan; choice: index or precision; None: the chosen one
+    model: hub id or folder of the checkpoint; one without a readable config passes
+    """
+    plain = replace(setup, remedies=NO_REMEDIES)
+    shape, planned = replace(plain, model=model).known_shape, plain.shape
+    if shape is None or (shape.hidden_size, shape.layers) == (planned.hidden_size, planned.layers):
+        return
+    sizes, others = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
+    differ = f"both have {sizes}, of other parts" if sizes == others else f"{sizes}, and {others}"
+    raise ConfigError(
+        f"the plan is for {planned.name}, and the model is {model} ({differ}); "
+        f"plan again: fp8plan plan {model} --gpu {setup.gpu.name}"
+    )
+
+
+def announce(plan: Plan, source: Any, choice: int | str | None, dry_run: bool = False) -> None:
+    """Print the engines' precision and the reason, or the table of a plan that was made at the start, and the host's
+    speed if it was timed. The trainer's first process calls it.
+
+    source: the trainer's setting of the plan; choice: index or precision; None: the chosen one; dry_run: print the
+    table of any plan, and that nothing was started
     """
     named = "a Plan" if isinstance(source, Plan) else str(source)
     if source == "auto":
         named = '"auto"'
     chosen = "" if choice is None else f", choice={choice!r}"
     print(f"fp8plan: plan={named}{chosen}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True)
-    if plan.reasons:
+    if source == "auto" or dry_run:
+        print_table(plan)
+    elif plan.reasons:
         print(f"fp8plan: {'' if choice is None else 'without choice: '}{plan.reasons[0]}", flush=True)
     for note in plan.warnings:
         if note.startswith(TIMED):
             print(f"fp8plan: {note}", flush=True)
+    if dry_run:
+        print("fp8plan: dry_run: no engine and no training was started", flush=True)
 
 
-def plan_for(
-    model: str,
-    gpu: str,
-    limits: EngineLimits,
-    *,
-    responses: int,
-    samples: int,
-    longest_response: int,
-    prompt_lengths: Distribution | None = None,
-    longest_prompt: int | None = None,
-    host_loop_s: float | None = None,
-    timed: str = "here",
-    remedies: Remedies = NO_REMEDIES,
-    **more: Any,
-) -> Plan:
-    """Plan the precision of rollouts whose engine limits are known.
-
-    model:     hub id or folder of the checkpoint
-    gpu:       as find_gpu takes it
-    responses: number in one rollout of all engines; samples: number for each prompt
-    longest_response: tokens
-    prompt_lengths: tokens; None: UNKNOWN_PROMPT, or longest_prompt if that is less
-    longest_prompt: tokens; None: max_model_len without the longest response
-    host_loop_s: loop of the engines' host, as `fp8plan.plan` takes it; timed: where, in words for the plan's note
-    remedies:  those that run. Plans for a CPU have no router replay
-    more:      as `fp8plan.plan` takes it
-
-    Raises ConfigError for a model that is unknown or not modelled, and CapacityError for one that does not fit.
-    """
-    samples = min(samples, responses)
-    room = (limits.max_model_len or 0) - longest_response if longest_prompt is None else longest_prompt
-    prompts = prompt_lengths or Fixed(max(1, min(UNKNOWN_PROMPT, room)))
-    lengths = LogNormal(max(1.0, MEAN_SHARE * longest_response), SIGMA, longest_response)
-    workload = Workload(ceil(responses / samples), samples, prompts, lengths)
-    installed = check_vllm_version().partition("+")[0]
-    more |= {"limits": limits, "engine_version": installed, "host_loop_s": host_loop_s}
-    card = find_gpu(gpu)
-    if card.is_cpu:
-        remedies = replace(remedies, router_replay=False)
-    made = make_plan(model, card, workload, remedies=remedies, **more)
-    return made if host_loop_s is None else replace(made, warnings=(*made.warnings, said(host_loop_s, timed)))
-
-
-# ---------------------------------------------------------------------------------------------------- correction
-
-
-def settings_of(thresholds: Mapping[str, Any]) -> CorrectionSettings:
-    """The correction that a plan's thresholds ask for: token TIS, at C = 2 without any."""
-    if THRESHOLD in thresholds:
-        return CorrectionSettings(thresholds=Thresholds(thresholds[THRESHOLD]))
-    return CorrectionSettings()
+def print_table(plan: Plan) -> None:
+    """Print the table of a plan, with its reasons, as `fp8plan plan` does."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(plan_report(plan), crop=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- log

@@ -7,7 +7,8 @@ A process has one MicroBatches for each HookSettings. A step ends when an optimi
 post hook). Optimisers that step with no micro-batch in between count once. All micro-batches of a step get the same
 thresholds. They follow from the steps before, so they come one step later than with `Monitor.step`. The controller's
 limits (max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts
-twice, which leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
+twice, which leaves every mean as it is. Nothing is saved with the trainer's checkpoints. The trainer's own words for a
+correction become the same correction, or are refused by name.
 
 Ranks that share add up their sums when their optimisers step. All have the same thresholds, and rank 0 writes the run
 file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have called
@@ -15,9 +16,9 @@ the function before its first optimiser step, and step equally often. Else the o
 share have thresholds for their own shard, and the run file has rank 0's shard only.
 
 The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration. Without a file all have
-their defaults: token TIS that begins at C = 2.
+their defaults: token TIS under the default law.
 
-    {"tis": 2.0, "plan": "plan.json", "run_file": "run.jsonl"}
+    {"plan": "plan.json", "run_file": "run.jsonl"}
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 from math import isnan
@@ -41,7 +43,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, read_settings
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.watch.correction.correct import Correction, correct
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Rejection, Thresholds
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
@@ -50,6 +52,8 @@ from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8plan.runtime.watch.mismatch.measure import Array
     from fp8plan.runtime.watch.monitor.record import Step
 
@@ -60,10 +64,10 @@ MEGATRON: Final = "megatron.core.parallel_state"
 class HookSettings(TrainerSettings, frozen=True):
     """Settings of the Monitor in a trainer's process, beside those of every trainer.
 
-    level, mode: as in CorrectionSettings; a level is needed
-    tis:         C that TIS begins with
+    level, mode, veto, floor: as in CorrectionSettings
+    tis:         C that TIS begins with; null: that of the default law
     band:        (low, high) that MIS or IcePop begins with; null: 0.5 to 2
-    veto:        as in CorrectionSettings
+    reject:      Rejections, as {"over": "seq_mean", "estimator": "k1", "low": 0.99, "high": 1.01}
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
     share:       true: the ranks add up their sums (see the module); null: the hook decides
@@ -72,11 +76,13 @@ class HookSettings(TrainerSettings, frozen=True):
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
 
-    level: Level = "token"
+    level: Level | None = "token"
     mode: Mode = "tis"
-    tis: float = 2.0
+    tis: float | None = None
     band: tuple[float, float] | None = None
-    veto: float | None = None
+    veto: float | tuple[float, float] | None = None
+    floor: float = 0.0
+    reject: tuple[Rejection, ...] = ()
     sampling: Sampling | None = None
     share: bool | None = None
     router_replay: bool = False
@@ -85,12 +91,31 @@ class HookSettings(TrainerSettings, frozen=True):
         """The correction of gradients, with the thresholds to begin with. Raises ConfigError for a contradiction."""
         if self.band is not None and self.mode == "tis":
             raise ConfigError('band with mode \'tis\', which has none; allowed: "mode": "mis", or tis alone')
-        start = Thresholds(self.tis) if self.mode == "tis" else Thresholds(None, self.band or (0.5, 2.0))
-        return CorrectionSettings(self.level, self.mode, start, veto=self.veto)
+        start = None if self.tis is None else Thresholds(self.tis)
+        if self.mode != "tis":
+            start = Thresholds(None, self.band or (0.5, 2.0))
+        if self.level is None:
+            start = Thresholds(None)
+        return CorrectionSettings(self.level, self.mode, start, self.reject, self.veto, floor=self.floor)
 
     def read_plan(self) -> Plan | None:
         """The plan, or None without one. Raises ConfigError for a text that is no plan."""
         return None if self.plan is None else Plan.from_json(self.plan)
+
+    def begun(self, own: CorrectionSettings | None, where: str) -> tuple[CorrectionSettings, Plan | None]:
+        """The correction, and the plan without the thresholds that the trainer's own correction replaces.
+
+        own:   the correction in the trainer's own configuration; None: there is none
+        where: the trainer's words for it, for the error
+
+        Raises ConfigError if these settings ask for a correction, too.
+        """
+        plan = self.read_plan()
+        if own is None:
+            return self.correction(), plan
+        if self.correction() != HookSettings().correction():
+            raise ConfigError(f"{where} asks for a correction, and so do the hook's settings; allowed: one of them")
+        return own, None if plan is None else replace(plan, thresholds={})
 
 
 def settings_at(path: str | os.PathLike[str] | None = None) -> HookSettings:
@@ -107,8 +132,12 @@ def _read(path: str) -> HookSettings:
     place = Path(path).expanduser()
     where = f"the hook's settings file {place}"
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
-    if isinstance(data, Mapping) and isinstance(data.get("sampling"), Mapping):
-        refuse_names(f"sampling in {where}", data["sampling"], [field.name for field in fields(Sampling)])
+    if isinstance(data, Mapping):
+        for name, kind in (("sampling", Sampling), ("reject", Rejection)):
+            value = data.get(name)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Mapping):
+                    refuse_names(f"{name} in {where}", part, [field.name for field in fields(kind)])
     settings = read_settings(data, HookSettings, where, '{"tis": 2.0}')
     changes: dict[str, Any] = {}
     if settings.plan is not None:
@@ -117,12 +146,19 @@ def _read(path: str) -> HookSettings:
     if settings.run_file is not None:
         changes["run_file"] = str((place.parent / Path(settings.run_file).expanduser()).absolute())
     settings = msgspec.structs.replace(settings, **changes)
-    try:
+    with errors_of(where):
         plan = settings.read_plan()
         settings.controller(settings.correction(), plan).initial(plan)
+    return settings
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """Let each ConfigError begin with `where`."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return settings
 
 
 def _text(path: Path, hint: str) -> str:
@@ -197,6 +233,16 @@ class MicroBatches:
             self._sums, self._corrected = _nothing(self.monitor)
 
 
+def tensors(correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and mask of a correction of tensors; without a level all weights are 1."""
+    import torch
+
+    mask = torch.as_tensor(correction.mask)
+    if correction.weights is None:
+        return torch.ones_like(mask, dtype=torch.float32), mask
+    return torch.as_tensor(correction.weights), mask
+
+
 def _nothing(monitor: Monitor) -> tuple[MismatchSums, Correction]:
     """The sums before the first micro-batch of a step."""
     empty = np.zeros(0, np.float32)
@@ -207,12 +253,18 @@ _RUNNING: dict[HookSettings, MicroBatches] = {}
 
 
 def running(
-    settings: HookSettings, share: bool = True, sampling: Sampling | None = None, router_replay: bool = False
+    settings: HookSettings,
+    share: bool = True,
+    sampling: Sampling | None = None,
+    router_replay: bool = False,
+    own: CorrectionSettings | None = None,
+    where: str = "the trainer",
 ) -> MicroBatches:
     """This process's MicroBatches for `settings`, made at the first call.
 
     share, sampling: values for settings that leave them open
     router_replay:   the trainer's own settings have it on
+    own, where:      the trainer's own correction, as in HookSettings.begun
 
     Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """
@@ -220,7 +272,7 @@ def running(
         group, writes = _data_parallel()
         if not (share if settings.share is None else settings.share):
             group = ALONE
-        correction, plan = settings.correction(), settings.read_plan()
+        correction, plan = settings.begun(own, where)
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,

@@ -21,15 +21,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8plan.integrations.hooks import running, settings_at
+from fp8plan.checks import refuse_names
+from fp8plan.integrations.hooks import running, settings_at, tensors
 
 
-def loss(inputs: Any, settings: str | None = None) -> Any:
+def loss(inputs: Any, settings: str | None = None, **others: Any) -> Any:
     """Importance-weighted policy gradient of one sequence: - sum over tokens of weight x advantage x log-prob.
 
     inputs:   prime-rl's LossInputs: trainer_logprobs (nats, with gradient), inference_logprobs, advantages, loss_mask
               and, or None, loss_weights, each [tokens]
     settings: path of the settings; None: the file that FP8PLAN_MONITOR names
+    others:   none are allowed, such as those of prime-rl's own loss
 
     Weights are fp8plan's, detached. This replaces prime-rl's default loss: there is no DPPO mask and no KL term.
     Returns prime-rl's LossOutputs, with figures of sequences that have tokens. Raises ConfigError for bad settings.
@@ -37,13 +39,15 @@ def loss(inputs: Any, settings: str | None = None) -> Any:
     import torch
     from prime_rl.trainer.rl.loss import LossOutputs
 
+    refuse_names("trainer.loss.kwargs", others, ["settings"])
     batches = running(settings_at(settings), share=False)
     train = inputs.trainer_logprobs
     correction = batches.correct(train, inputs.inference_logprobs, inputs.loss_mask, lengths=[len(train)])
-    weights = torch.as_tensor(correction.weights) * inputs.advantages
+    weights, mask = tensors(correction)
+    weights = weights * inputs.advantages
     if inputs.loss_weights is not None:
         weights = weights * inputs.loss_weights
-    keep = torch.as_tensor(correction.mask).bool()
+    keep = mask.bool()
     figures = batches.figures(correction) if correction.sums["kept"].count else {}
     metrics = {name: torch.tensor(figure) for name, figure in figures.items()}
     return LossOutputs(loss=-(weights[keep] * train[keep]).sum(), metrics=metrics)

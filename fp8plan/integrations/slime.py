@@ -10,13 +10,20 @@ which ranks share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.integrations.hooks import megatron, running, settings_at
+from fp8plan.errors import ConfigError
+from fp8plan.integrations.hooks import errors_of, megatron, running, settings_at, tensors
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Mode, Over, Rejection, Thresholds
 from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, UNCUT, Sampling
 
 if TYPE_CHECKING:
     import torch
+
+WHERE: Final = "slime's arguments"
+MODES: Final[dict[str, Mode]] = {"truncate": "tis", "clip": "tis", "mask": "mis"}  # of tis_mode
+TIS_CLIP: Final = 2.0  # slime's default of --tis-clip
+LEVELS: Final[dict[str, Over]] = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # of rs_level
 
 
 def correct(
@@ -48,12 +55,14 @@ def correct(
     from fp8plan.runtime.watch.correction.rejection import divergence
 
     replay = getattr(args, "use_rollout_routing_replay", False)
-    batches = running(settings_at(), sampling=sampling_in(args), router_replay=replay)
+    batches = running(
+        settings_at(), sampling=sampling_in(args), router_replay=replay, own=correction_in(args), where=WHERE
+    )
     lengths = total_lengths, response_lengths
     logprobs = train_log_probs, rollout_log_probs
     train, rollout = (torch.cat(_across_ranks(parts, *lengths, gather=True)).detach() for parts in logprobs)
     correction = batches.correct(train, rollout, torch.cat(loss_masks), lengths=response_lengths)
-    weights, mask = torch.as_tensor(correction.weights), torch.as_tensor(correction.mask)
+    weights, mask = tensors(correction)
     log_ratio = (train - rollout).float()
     known = log_ratio.isfinite()
     log_ratio = torch.where(known, log_ratio, torch.zeros_like(log_ratio))
@@ -69,6 +78,39 @@ def correct(
     if not args.use_tis:
         return pg_loss, loss_masks, local
     return pg_loss * local["fp8plan/weight"], list(mask.split(response_lengths)), local
+
+
+@errors_of(WHERE)
+def correction_in(args: Any) -> CorrectionSettings | None:
+    """The correction in slime's arguments; None at slime's defaults.
+
+    Read are --tis-clip and --tis-clip-low, as `vanilla_tis_function` applies them, or else the custom config of slime's
+    examples/train_infer_mismatch_helper (mis.py): `tis_mode` and the names around it.
+
+    Raises ConfigError for what fp8plan does not have.
+    """
+    if not hasattr(args, "tis_mode"):
+        clip, low = getattr(args, "tis_clip", TIS_CLIP), getattr(args, "tis_clip_low", 0.0)
+        return None if (clip, low) == (TIS_CLIP, 0.0) else CorrectionSettings(thresholds=Thresholds(clip), floor=low)
+    if args.tis_batch_normalize:
+        raise ConfigError(
+            "tis_batch_normalize is true, and a hook sees no whole batch to normalise over; type: tis_batch_normalize: "
+            "false"
+        )
+    for name, allowed in (("tis_mode", MODES), ("tis_level", LEVELS), ("rs_level", LEVELS)):
+        if getattr(args, name) not in allowed:
+            raise ConfigError(f"{name} is {getattr(args, name)!r}; allowed: {', '.join(allowed)}")
+    high = args.tis_upper_bound
+    low = 1 / high if args.tis_lower_bound is None else args.tis_lower_bound
+    rules, veto = list[Rejection](), None
+    if args.use_rs:
+        least = low if args.rs_lower_bound is None else args.rs_lower_bound
+        most = high if args.rs_upper_bound is None else args.rs_upper_bound
+        rules.append(Rejection(LEVELS[args.rs_level], "k1", most, least))
+        veto = args.rs_veto_threshold
+    mode, thresholds = MODES[args.tis_mode], Thresholds(high, (low, high))
+    floor = low if args.tis_mode == "clip" else 0.0
+    return CorrectionSettings(args.tis_level, mode, thresholds, tuple(rules), veto, floor=floor)
 
 
 def sampling_in(args: Any) -> Sampling | None:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.checks import is_number, nearest, number_hint
+from fp8plan.checks import arrow, is_number, nearest, number_hint
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import lines
 
@@ -28,11 +28,9 @@ MOST_SECONDS = 86_400  # of a tool: a day
 class Quantity(NamedTuple):
     """The quantity that a distribution is of, with the bounds of its numbers.
 
-    noun: its name in an error
     unit: of a number, which is a key of `describe`, too
     """
 
-    noun: str
     unit: str
     least: int
     most: int
@@ -62,10 +60,10 @@ class Quantity(NamedTuple):
             )
 
 
-LENGTHS: Final = Quantity("lengths", "tokens", 1, MOST_TOKENS)
+LENGTHS: Final = Quantity("tokens", 1, MOST_TOKENS)
 ADDED: Final = LENGTHS._replace(least=0)  # tokens that a tool adds
-TURNS: Final = Quantity("turns", "turns", 1, MOST_TURNS)
-SECONDS: Final = Quantity("seconds", "seconds", 0, MOST_SECONDS, whole=False)
+TURNS: Final = Quantity("turns", 1, MOST_TURNS)
+SECONDS: Final = Quantity("seconds", 0, MOST_SECONDS, whole=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +196,17 @@ def distribution_of(name: str, value: Any, quantity: Quantity) -> Distribution:
     raise ConfigError(f"{name} is {value!r}; allowed: {number}, fp8plan.Fixed, fp8plan.LogNormal or fp8plan.Trace")
 
 
-def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Distribution, Distribution, list[str]]:
-    """Read both lengths as the command line spells them. Returns (prompt lengths, response lengths, notes).
+def parse_both_lengths(
+    prompts: str | Distribution | None, responses: str | Distribution
+) -> tuple[Distribution, Distribution, list[str]]:
+    """Read both lengths as `parse_distribution` does. Returns (prompt lengths, response lengths, notes).
 
     prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
 
     Raises ConfigError as `parse_distribution` does, and for a trace with a likely typo of the name "prompt_length".
     """
     known = parse_distribution(responses, RESPONSE)
-    if not isinstance(known, Trace):
+    if not isinstance(responses, str) or not isinstance(known, Trace):
         return parse_distribution(prompts or DEFAULT_PROMPTS, PROMPT), known, []
     columns = _columns(Path(responses))
     has_prompts = PROMPT in columns
@@ -223,19 +223,28 @@ def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Distributio
     return parse_distribution(DEFAULT_PROMPTS, PROMPT), known, []
 
 
-def parse_distribution(text: str, column: str, quantity: Quantity = LENGTHS) -> Distribution:
-    """Read a distribution as the command line spells it: Quantity.syntax.
+def parse_distribution(text: str | Distribution, column: str, quantity: Quantity = LENGTHS) -> Distribution:
+    """Read a distribution as the command line spells it: Quantity.syntax. One that is read already stays.
 
     column: the column of a trace file, such as "prompt_length"
 
-    Raises ConfigError for any other text, and for a file that is missing, empty or has bad numbers.
+    Raises ConfigError, with `column`, for any other text, and for a file that is missing, empty or has bad numbers.
     """
-    return distribution_of(column, _parsed(text, column, quantity), quantity)
+    try:
+        value = _parsed(text, column, quantity) if isinstance(text, str) else text
+    except ConfigError as error:
+        raise ConfigError(f"{column}: {error}") from None
+    return distribution_of(column, value, quantity)
+
+
+def is_trace(text: str) -> bool:
+    """True if the command line's word for a distribution is a trace file."""
+    return Path(text).suffix in (".jsonl", ".parquet")
 
 
 def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
     path = Path(text)
-    if path.suffix in (".jsonl", ".parquet"):
+    if is_trace(text):
         return Trace(tuple(_read_column(path, column)), str(path))
     kind, colon, rest = text.partition(":")
     try:
@@ -250,7 +259,7 @@ def _parsed(text: str, column: str, quantity: Quantity) -> Distribution:
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-    raise ConfigError(f"cannot read the {quantity.noun} {text!r}; {number_hint(text)}allowed: {quantity.syntax}")
+    raise ConfigError(f"cannot read {text!r}; {number_hint(text)}allowed: {quantity.syntax}")
 
 
 def _read_column(path: Path, column: str) -> list[Any]:
@@ -279,12 +288,11 @@ def _columns(path: Path) -> list[str]:
 
 def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
     """The value of `read` for the pyarrow.parquet.ParquetFile at `path`. Raises ConfigError if it cannot be read."""
-    import pyarrow.parquet as pq
-
     if not path.exists():
         raise ConfigError(f"there is no trace file {path}")
+    parquet = arrow(f"reading {path}", "pyarrow.parquet")
     try:
-        with pq.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             return read(file)
     except Exception as error:  # pyarrow raises a type of its own per kind of damage
         raise ConfigError(f"cannot read the trace {path} as parquet: {error}") from None

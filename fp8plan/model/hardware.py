@@ -99,14 +99,13 @@ class Gpu:
     def has_fp8(self) -> bool:
         return self.fp8_flops is not None
 
-    @property
-    def e8m0_scales(self) -> bool:
-        """True if block-FP8 GEMMs need power-of-two scales, as on SM100 (Blackwell) according to DeepGEMM's README.
+    def has_e8m0(self, wanted: bool) -> bool:
+        """True if scales of FP8 blocks are powers of two. wanted: by the checkpoint, or by VLLM_USE_DEEP_GEMM_E8M0
 
-        On Hopper vLLM uses them too, unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set. SM120 (Blackwell without
-        HBM) has no DeepGEMM, and CUTLASS uses FP32 scales.
+        DeepGEMM has no others on SM100 (Blackwell), according to its README, and both kinds on Hopper. Other GPUs have
+        no DeepGEMM. CUTLASS and Triton use FP32 scales there.
         """
-        return self.is_blackwell_data_center
+        return self.is_blackwell_data_center or (wanted and self.compute_capability == (9, 0))
 
     def has_tuned_experts(self, experts: int, inner: int, fp8: bool) -> bool:
         """True if vLLM has a Triton configuration tuned for `experts` of width `inner` on one rank, or may have one."""

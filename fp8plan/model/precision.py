@@ -108,6 +108,7 @@ Config: TypeAlias = Mapping[str, Any]  # not checked yet
 SPELLINGS: Final = ("quantization_config", QUANT_FILE, "compression_config")
 BLOCK: Final = [128, 128]
 E4M3: Final = ("e4m3", "float8_e4m3fn")
+UE8M0: Final = "ue8m0"  # the scale_fmt of scales that are powers of two
 
 _KINDS: Final[Mapping[Weights, str]] = {
     "fp8_block": "blocks of 128 x 128",
@@ -250,7 +251,7 @@ def _fp8(fields: Config, twin: str) -> Stored:
         "fp8",
         "fp8_tensor" if block is None else "fp8_block",
         _names(fields.get("ignored_layers") or fields.get("modules_to_not_convert")),
-        e8m0=fields.get("scale_fmt") == "ue8m0",
+        e8m0=fields.get("scale_fmt") == UE8M0,
         twin=twin,
     )
 

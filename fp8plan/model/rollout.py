@@ -68,9 +68,9 @@ class Rollout:
     simulated:           share of the responses that were simulated; the others are assumed to go at their pace
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
     turns:               of trajectories with several turns: "hit_share", the share of prompt tokens that the prefix
-                         cache has when a turn is first admitted, as in vLLM's metrics; "again_tokens" of earlier turns,
-                         which it has not; "tool_share" of the makespan, in which the slowest replica is idle; of a
-                         plan's choice also "saves" and "limit", as in fp8plan.model.plan.turn_limits
+                         cache has when a turn is first admitted, as in vLLM's metrics; "again_tokens" in full blocks of
+                         earlier turns, which it has not; "tool_share" of the makespan, in which the slowest replica is
+                         idle; of a plan's choice also "saves" and "limit", as in fp8plan.model.plan.turn_limits
     """
 
     makespan_s: float

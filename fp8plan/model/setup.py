@@ -109,9 +109,21 @@ class EngineSetup:
         return shape if self.precision.weights == "bf16" else shape.keeping_bf16(self.remedies.keep_bf16)
 
     @property
+    def known_shape(self) -> ModelShape | None:
+        """The shape; None for a model that the cost model does not know. Raises ConfigError for a wrong `keep_bf16`."""
+        try:
+            return self.shape
+        except ConfigError:
+            if self.remedies != NO_REMEDIES and replace(self, remedies=NO_REMEDIES).known_shape is not None:
+                raise
+            return None
+
+    @property
     def e8m0(self) -> bool:
-        """True if scales of FP8 blocks are powers of two: the GPU multiplies no others, or the trainer has such."""
-        return self.gpu.e8m0_scales or self.remedies.trainer_precision == POW2
+        """True if scales of FP8 blocks are powers of two, as GPU, checkpoint or trainer have them."""
+        shape = self.known_shape
+        held = shape is not None and shape.stored is not None and shape.stored.e8m0
+        return self.gpu.has_e8m0(held or self.remedies.trainer_precision == POW2)
 
     @property
     def path(self) -> str:
@@ -137,30 +149,7 @@ class EngineSetup:
     @property
     def why_fixed_kv_scales(self) -> str | None:
         """The reason why this engine keeps the K and V scales that it starts with; None if it reads new ones."""
-        try:
-            shape = self.shape
-        except ConfigError:  # a model that the cost model does not know
-            shape = None
-        return why_fixed_kv_scales(self.gpu, self.precision, shape)
-
-    def check_model(self, model: str) -> None:
-        """Raise ConfigError if a checkpoint has other layers than this engine's model.
-
-        model: hub id or folder of the checkpoint; one without a readable config passes
-        """
-        try:
-            shape = replace(self, model=model).shape
-        except ConfigError:
-            return
-        planned = self.shape
-        if (shape.hidden_size, shape.layers) == (planned.hidden_size, planned.layers):
-            return
-        sizes, others = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
-        differ = f"both have {sizes}, of other parts" if sizes == others else f"{sizes}, and {others}"
-        raise ConfigError(
-            f"the plan is for {planned.name}, and the model is {model} ({differ}); "
-            f"plan again: fp8plan plan {model} --gpu {self.gpu.name}"
-        )
+        return why_fixed_kv_scales(self.gpu, self.precision, self.known_shape)
 
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank and its KV pool. Raises as `memory_plan` does."""

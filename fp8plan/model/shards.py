@@ -18,7 +18,8 @@ to 0.32, and run against 0.30 by tests/model/test_shards.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
@@ -26,9 +27,40 @@ from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
 from fp8plan.model.precision import Precision
 
-# Programs that start the engine, and the same in the order of their demands.
-TARGETS: Final = ("vllm", "verl", "trl")
-_BY_DEMANDS: Final = ("vllm", "trl", "verl")
+
+class Starts(NamedTuple):
+    """The way in which a program starts engines.
+
+    whole_blocks: it loads FP8 weights as a checkpoint in whole blocks
+    sender:       the trainer that sends new weights, all in BF16; None: fp8plan does, or nobody
+    measures:     who measures the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
+    lacks:        precision that it cannot have -> the reason
+    engine:       its engine
+    """
+
+    whole_blocks: bool = False
+    sender: str | None = None
+    measures: str = ""
+    lacks: Mapping[str, str] = MappingProxyType({})
+    engine: str = "vLLM"
+
+
+_NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
+_FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed: bf16, fp8_block, fp8_block+fp8_kv"
+
+# Targets of settings. Behind vLLM's, verl's and TRL's with fp8plan stand programs without it.
+TARGETS: Final = {
+    "vllm": Starts(),
+    "verl": Starts(True, "verl", "fp8plan"),
+    "trl": Starts(False, "TRL", "fp8plan"),
+    "vllm-serve": Starts(),
+    "verl-stock": Starts(True, "verl"),
+    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}),
+    "skyrl": Starts(False, "SkyRL"),
+    "prime-rl": Starts(False, "prime-rl"),
+    "slime": Starts(True, "slime", engine="SGLang"),
+    "openrlhf": Starts(False, "OpenRLHF", "", dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8)),
+}
 
 _LATENT: Final = (
     "inside of verl and TRL, fp8plan's engine measures the scales of an FP8 KV cache after each weight sync, and knows "
@@ -51,8 +83,13 @@ def check_target(target: str) -> None:
 
 
 def strictest(targets: Iterable[str]) -> str:
-    """The target that can start the fewest layouts; "vllm" without targets. Another target may refuse its layouts."""
-    return max(targets, key=_BY_DEMANDS.index, default="vllm")
+    """The target with the most demands; "vllm" without targets. Another target may refuse its layouts."""
+
+    def demands(target: str) -> tuple[bool, int, bool]:
+        starts = TARGETS[target]
+        return starts.whole_blocks, len(starts.lacks), starts.sender is not None
+
+    return max(targets, key=demands, default="vllm")
 
 
 def why_not_shardable(
@@ -67,16 +104,17 @@ def why_not_shardable(
     expert_parallel: each rank has whole experts
     """
     check_target(target)
-    if reason := shape.why_not(precision):
+    starts = TARGETS[target]
+    if reason := shape.why_not(precision) or starts.lacks.get(precision.name):
         return reason
-    if target != "vllm" and shape.stored is not None:
+    if starts.sender is not None and shape.stored is not None:
         return shape.stored.not_synced
-    if target != "vllm" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
+    if starts.measures == "fp8plan" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
         return _LATENT
     if not precision.in_blocks:
         return None
     # TRL runs fp8plan's own engine, or vLLM's server with fp8plan's backend.
-    if target != "verl" and shape.stored is None:
+    if not starts.whole_blocks and shape.stored is None:
         nothing_left = _why_nothing_left(shape, precision, tensor_parallel, expert_parallel)
         return _why_not_padded(shape, precision) or nothing_left
     block = precision.weight_block[0]
@@ -92,7 +130,7 @@ def why_not_shardable(
     allowed = ", ".join(str(tp) for tp in layouts if fault(tp) is None)
     helps = fault(tensor_parallel, whole_experts=True) is None
     if shape.stored is None:
-        of, whom, none = "", "with FP8 weights verl", "none, use bf16 weights"
+        of, whom, none = "", f"with FP8 weights {starts.sender}", "none, use bf16 weights"
     else:
         of, whom = _of_the_whole(shape, part, tensor_parallel), f"of weights in {shape.stored.label} vLLM"
         none = "none, plan the BF16 model"
@@ -166,8 +204,9 @@ def refusals(
     tensor_parallel: int,
     expert_parallel: bool = False,
 ) -> dict[str, str]:
-    """Targets that cannot run `shape` on that many ranks -> the reason."""
-    pairs = ((x, why_not_shardable(shape, precision, tensor_parallel, x, expert_parallel)) for x in TARGETS)
+    """Targets with fp8plan that cannot run `shape` on that many ranks -> the reason."""
+    ours = [target for target, starts in TARGETS.items() if starts.measures == "fp8plan"]
+    pairs = ((x, why_not_shardable(shape, precision, tensor_parallel, x, expert_parallel)) for x in ours)
     return {target: reason for target, reason in pairs if reason is not None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+NO_WAITS: Final = "the log does not say how long the tools took"
 
 
 class Turn(NamedTuple):
@@ -85,6 +86,11 @@ class TurnTable(NamedTuple):
         return sums
 
     @property
+    def has_waits(self) -> bool:
+        """True if the seconds of all waits are known."""
+        return not np.isnan(self.wait_s).any()
+
+    @property
     def added(self) -> IntArray:
         """Tokens after each trajectory's prompt, at the turn where they are most, int64 of shape (trajectories,).
 
@@ -125,6 +131,8 @@ class TurnTable(NamedTuple):
         """Raise ConfigError unless this is a table of the turns of so many trajectories."""
         if self.concurrent is not None:
             whole("concurrent", self.concurrent, otherwise=", or None")
+        if not self.has_waits:
+            raise ConfigError(f"{NO_WAITS}; give the seconds of each wait")
         turns, first, counts = len(self.generated), self.first, np.diff(self.first)
         for name, column in self._columns():
             if column.shape != (turns,):
@@ -136,17 +144,13 @@ class TurnTable(NamedTuple):
             )
         goes_on = np.ones(turns, dtype=bool)
         goes_on[first[1:] - 1] = False
-        for name, column in self._columns():
-            if name == "generated":
-                self._check(name, column, column >= 1, "at least 1 token")
-            elif name == "wait_s":
-                self._check(name, column, np.isfinite(column) & (column >= 0), "finite seconds, at least 0")
-            else:
-                self._check(name, column, column >= 0, "at least 0 tokens")
-            if name != "generated":
-                self._check(name, column, goes_on | (column == 0), "0 after the last turn")
-        kept = self.dropped <= self.generated
-        self._check("dropped", self.dropped, kept, "at most the tokens that the turn generates")
+        finite, kept = np.isfinite(self.wait_s), self.dropped <= self.generated
+        self._check("generated", self.generated >= 1, "at least 1 token")
+        self._check("tool", self.tool >= 0, "at least 0 tokens")
+        self._check("wait_s", finite & (self.wait_s >= 0), "finite seconds, at least 0")
+        self._check("dropped", kept & (self.dropped >= 0), "at least 0, at most the tokens that the turn generates")
+        for name in ("tool", "wait_s", "dropped"):
+            self._check(name, goes_on | (getattr(self, name) == 0), "0 after the last turn")
 
     def _before(self) -> IntArray:
         """Tokens after the trajectory's prompt when each turn begins, int64 of shape (turns,)."""
@@ -160,11 +164,11 @@ class TurnTable(NamedTuple):
         for name in ("generated", "tool", "wait_s", "dropped"):
             yield name, getattr(self, name)
 
-    def _check(self, name: str, column: NDArray[Any], is_allowed: NDArray[np.bool_], allowed: str) -> None:
+    def _check(self, name: str, is_allowed: NDArray[np.bool_], allowed: str) -> None:
         """Raise ConfigError for the first turn whose value is not allowed."""
         if is_allowed.all():
             return
         turn = int(np.flatnonzero(~is_allowed)[0])
         trajectory = int(np.searchsorted(self.first, turn, side="right")) - 1
         where = f"turn {turn - int(self.first[trajectory])} of trajectory {trajectory}"
-        raise ConfigError(f"{name} of {where} is {column[turn]}; allowed: {allowed}")
+        raise ConfigError(f"{name} of {where} is {getattr(self, name)[turn]}; allowed: {allowed}")

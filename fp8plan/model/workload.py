@@ -30,11 +30,6 @@ class Batch(NamedTuple):
     prompt_ids: NDArray[np.int64]  # the number of the request's prompt, 0 .. prompts-1
     turns: TurnTable | None = None  # None: one turn each
 
-    @classmethod
-    def of_turns(cls, prompts: NDArray[np.int64], turns: TurnTable, prompt_ids: NDArray[np.int64]) -> Batch:
-        """Trajectories, whose responses are what their turns generate."""
-        return cls(prompts, turns.responses, prompt_ids, turns)
-
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Prompt + response tokens of each request, with what tools add."""
@@ -205,7 +200,7 @@ class Workload:
             return Batch(prompts[prompt_ids], self.response_lengths.draw(requests, rng), prompt_ids)
         assert self.turns is not None
         turns = self.turns.draw(requests, rng)
-        return Batch.of_turns(prompts[prompt_ids], turns, prompt_ids)
+        return Batch(prompts[prompt_ids], turns.responses, prompt_ids, turns)
 
 
 WORKLOAD_OPTIONS: Final = group_of(Workload)

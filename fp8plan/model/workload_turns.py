@@ -21,7 +21,7 @@ from fp8plan.model.distributions import (
     distribution_of,
     parse_distribution,
 )
-from fp8plan.model.turn_table import TurnTable
+from fp8plan.model.turn_table import NO_WAITS, TurnTable
 from fp8plan.options import TURNS as PANEL
 from fp8plan.options import Option, group_of
 
@@ -30,7 +30,7 @@ QUANTITIES: Final[dict[str, Quantity]] = {
     "turns": TURNS, "turn_tokens": LENGTHS, "tool_tokens": ADDED, "tool_s": SECONDS,
 }  # fmt: skip
 NEEDED: Final = "none: needed with --turns above 1"
-WAITS: Final = "2 or lognormal:mean=2,sigma=1,max=60"
+WAITS: Final = "lognormal:mean=2,sigma=1,max=60"  # an example
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -55,7 +55,7 @@ class Turns:
     ]
     tool_tokens: Annotated[Distribution, Option(PANEL, "that a tool adds between turns", NEEDED, kind=str)]
     tool_s: Annotated[
-        Distribution, Option(PANEL, f"seconds that a tool takes: {WAITS}; also of a --workload", NEEDED, kind=str)
+        Distribution, Option(PANEL, f"seconds that a tool takes: 2 or {WAITS}; also of a --workload", NEEDED, kind=str)
     ]
     concurrent: Annotated[
         int | None, Option(PANEL, "trajectories that run at once; also of a --workload", "all of them")
@@ -129,12 +129,11 @@ class LoggedTurns:
         at_once = self.table.concurrent if self.concurrent is None else self.concurrent
         object.__setattr__(self, "concurrent", _concurrent(at_once))
         object.__setattr__(self, "reasoning_share", _share(self.reasoning_share))
-        unknown = bool(np.isnan(self.table.wait_s).any())
-        if self.tool_s is None and unknown:
-            raise ConfigError(f"the log does not say how long the tools took; give --tool-s {WAITS} (tool_s)")
+        if self.tool_s is None and not self.table.has_waits:
+            raise ConfigError(f"{NO_WAITS}; give --tool-s {WAITS} (tool_s)")
         if self.tool_s is None:
             return
-        if not unknown:
+        if self.table.has_waits:
             raise ConfigError("tool_s (--tool-s) is given, and the log says how long each tool took; leave it out")
         object.__setattr__(self, "tool_s", distribution_of("tool_s", self.tool_s, SECONDS))
 
@@ -182,7 +181,7 @@ def parse_turns(typed: Mapping[str, Any]) -> Turns:
     if missing:
         raise ConfigError(
             f"turns need {', '.join(missing)}, too; type: --turns 8 --turn-tokens 400 --tool-tokens "
-            "lognormal:mean=600,sigma=1,max=4000 --tool-s lognormal:mean=2,sigma=1,max=60"
+            f"lognormal:mean=600,sigma=1,max=4000 --tool-s {WAITS}"
         )
     parsed = {name: parse_distribution(words[name], name, quantity) for name, quantity in QUANTITIES.items()}
     return Turns(**words | parsed)

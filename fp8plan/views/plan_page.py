@@ -58,7 +58,7 @@ def _settings(plan: Plan, target: str, kv_scales: str) -> str:
         text = plan.emit(target, kv_scales=kv_scales, python=True)
     except Fp8PlanError as error:
         return f"<details><summary>{target}: cannot have this plan</summary>{paragraphs([str(error)])}</details>"
-    is_open = " open" if target == TARGETS[0] else ""
+    is_open = " open" if target == "vllm" else ""
     return f"<details{is_open}><summary>{target}</summary><pre>{escape(text)}</pre></details>"
 
 

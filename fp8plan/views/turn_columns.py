@@ -8,10 +8,10 @@ from typing import Any, Final
 from fp8plan.views.text import Column, short
 
 TURN_LEGEND: Final = (
-    "prefix hits: of the tokens of prompts. computed again: tokens of earlier turns that the cache has not. "
-    "tools: time in which the slowest replica is idle, because all its trajectories wait for tools. limit: what would "
-    "save most of the time, and how much: tools that answer at once, an endless cache, or no tail; compute, if none of "
-    "them saves a tenth."
+    "prefix hits: of the tokens of prompts. computed again: tokens in full blocks of earlier turns that the cache has "
+    "not. tools: time in which the slowest replica is idle, because all its trajectories wait for tools. limit: what "
+    "would save most of the time, and how much: tools that answer at once, an endless cache, or no tail; compute, if "
+    "none of them saves a tenth."
 )
 
 

@@ -113,3 +113,9 @@ def test_the_short_table_has_first_sight_replaced_runs_and_the_host_that_was_tol
     assert "| the same, before the model was changed for them | 4 cells | 100.0% | 100.0% |" in text
     assert "| a newer one | 2 runs |" in text
     assert "single runs are up to 45% off" in text
+
+
+def test_the_line_beside_the_first_table_has_the_same_figures() -> None:
+    text = accuracy.in_a_line(validation(ROWS), validation(ROWS[:3]))
+    assert "off by 8.5%, or by 4.5% where nobody timed the host, and speed-ups by 34.0 points." in text
+    assert "named in 2 of 2 groups, and one within 2.0% of it in 2 of 2." in text

@@ -18,6 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 from command import RECORD, Done
 from rich.console import Console
+from trainer_files import GRPO_CONFIG, VERL_CONFIG
 from typed import MODEL
 from typed import PLAN as SMALL_PLAN
 
@@ -112,6 +113,10 @@ PLANNING: dict[str, Row] = {
     "--plot": Row(["--plot", "plan.png"], {f"{OUTPUTS}.plot": Path("plan.png")}),
 }
 DRAFT = "--acceptance 0.7"
+CONFIGURED = {
+    "--grpo-config": asked("--grpo-config grpo.py:args", "inside", "trl"),
+    "--verl-config": asked("--verl-config verl.yaml", "target", "verl"),
+}
 
 
 def tuning() -> dict[str, Row]:
@@ -137,7 +142,7 @@ def _under(function: str, rows: Mapping[str, Row]) -> dict[str, Row]:
 ENGINE = "RolloutStream.engine"
 LIMITS, SETTINGS = "probe.limits", "probe.settings"
 ROWS: dict[str, dict[str, Row]] = {
-    "plan": PLANNING,
+    "plan": PLANNING | CONFIGURED,
     "tune": tuning(),
     "emit": {
         "plan": Row(["other.json", "vllm"], {"emit.self.seed": 7}),
@@ -308,6 +313,8 @@ def seen_of(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Ca
     for name in ("records.jsonl", "run.jsonl", "other.jsonl"):
         Path(name).write_text(json.dumps(RECORD) + "\n")
     Path("prompts.jsonl").write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    Path("grpo.py").write_text(GRPO_CONFIG)
+    Path("verl.yaml").write_text(VERL_CONFIG)
     Path("plan.json").write_text(PLAN.to_json())
     Path("other.json").write_text(replace(PLAN, seed=7).to_json())
     Path("mine").mkdir()

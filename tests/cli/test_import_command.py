@@ -54,12 +54,12 @@ def test_a_recorded_rollout_of_turns_is_planned_and_tuned(fp8plan: Callable[...,
     done = fp8plan("import", "jsonl", tmp_path, "-o", "run.jsonl")
     assert "the log does not say how long the tools took: type plan --workload FILE --tool-s" in done.err
     words = ("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl")
-    refused(fp8plan(*words), "line 1 of run.jsonl: the log does not say how long", "give --tool-s 2 or lognormal")
+    refused(fp8plan(*words), "line 1 of run.jsonl: the log does not say how long", "give --tool-s lognormal:mean=2")
     refused(fp8plan(*words, "--turns", 3), "both --workload and --turns are given")
     refused(fp8plan(*words, "--tool-s", "1", "--max-model-len", 99), "give a --workload of shorter trajectories")
     planned = fp8plan(*words, "--tool-s", "1", "--concurrent", 1).out
     assert "140 response tokens: mean 70" in planned  # of two trajectories
-    assert "the engine is idle, as all trajectories wait for tools" in planned
+    assert "The tools limit the rollout" in planned
     tuned = json.loads(fp8plan("tune", *words[1:], "--tool-s", "1", "--json").out)
     assert tuned["workload"]["turns"]["rows"] == 2
     dropped = json.loads(fp8plan(*words, "--tool-s", "1", "--reasoning-share", 0.5, "--json").out)

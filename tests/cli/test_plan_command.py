@@ -397,7 +397,7 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
         ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
         (".", "verl"): ("cannot read .: Is a directory",),
         ("torn.json", "verl"): ("the plan is not JSON", "fp8plan plan MODEL --gpu GPU --json plan.json"),
-        ("plan.json", "slime"): ("'slime'", "vllm, verl, trl"),
+        ("plan.json", "sglang"): ("'sglang'", "vllm, verl, trl"),
         ("plan.json", "verl", "--choice", "fp8"): ("no 'fp8'", "fp8_block+fp8_kv"),
         ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),
         ("plan.json", "verl", "--choice", "9" * 5000): ("the plan has no '999", "fp8_block+fp8_kv"),
@@ -510,7 +510,8 @@ def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None
     vllm = json.loads(fp8plan(*PLAN, "--emit", "vllm", "--precision", "fp8_block+fp8_kv").out)
     assert vllm["engine_args"]["kv_cache_dtype"] == "fp8"
     assert vllm["engine_args"]["quantization_config"]["linear"] == "fp8_per_block"
-    assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
+    served = fp8plan(*PLAN, "--emit", "vllm-serve", "--precision", "fp8_block+fp8_kv").out
+    assert shlex.split(served)[1:4] == ["vllm", "serve", MODEL]
     trl = fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_block+fp8_kv").out
     assert pasted(trl)["num_generations"] == 2
     assert '# GRPOTrainer(..., args=training_args, plan="plan.json", choice="fp8_block+fp8_kv")' in trl

@@ -22,9 +22,9 @@ BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
     "negative length": ({"response_lengths": [1, -2, 3]}, ("response_lengths", "-2", "1 to ")),
     "NaN length": ({"prompt_lengths": [1, float("nan"), 3]}, ("prompt_lengths", "nan", "whole number")),
     "fractional length": ({"prompt_lengths": [1, 1.5, 3]}, ("prompt_lengths", "1.5", "whole")),
-    "no lengths": ({"prompt_lengths": [], "response_lengths": []}, ("prompt_lengths", "empty")),
+    "no lengths": ({"prompt_lengths": [], "response_lengths": []}, ("prompt_lengths is empty", "1 to")),
     "fewer responses": ({"response_lengths": [3]}, ("3 prompt_lengths", "1 response_lengths", "as many")),
-    "fewer ids": ({"prompt_ids": [1, 1]}, ("2 prompt_ids", "3 requests", "one per request")),
+    "fewer ids": ({"prompt_ids": [1, 1]}, ("3 prompt_lengths", "2 prompt_ids", "as many of each")),
     "lengths as text": ({"response_lengths": "abc"}, ("response_lengths", "'abc'", "a list")),
     "beyond max_model_len": ({"max_model_len": 40}, ("70 tokens", "max_model_len is 40", "raise")),
     "unknown GPU": ({"gpu": "h300"}, ("'h300'", "nearest: h800, h200_sxm")),
@@ -149,7 +149,7 @@ def test_rollouts_of_turns_are_validated_and_observed_if_their_waits_are_known(f
     assert "prefix hits" in table
     assert "25.0% / " in table
     notes = [
-        "note: step 4 is left out: the log does not say how long the tools took, and their seconds hold those waits",
+        "note: step 4 is left out: the log does not say how long the tools took, and its seconds hold those waits",
         "note: step 3: the log cannot tell if some tokens are tool output; they count as generated",
     ]
     plan = ["plan", RECORD["model"], "--gpu", "h200", "--prompts", "2", "--response-lengths", "fixed:32"]
@@ -159,7 +159,10 @@ def test_rollouts_of_turns_are_validated_and_observed_if_their_waits_are_known(f
         assert note in done.err
         assert note in observed.err
     Path("tools.jsonl").write_text(json.dumps(RECORD | turns(None)))
-    parts = ("no rollout can be compared: there are several turns in line 1", "give the seconds of each turn's wait")
+    parts = (
+        "no rollout can be compared: the log does not say how long the tools took in line 1",
+        "give the seconds of each turn's wait",
+    )
     refused(fp8plan("validate", "tools.jsonl"), *parts)
     both = [*plan[:4], "--workload", "tools.jsonl", "--observed", "tools.jsonl", "--tool-s", "2", "--json"]
     observed = fp8plan(*both)

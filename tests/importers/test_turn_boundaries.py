@@ -102,7 +102,7 @@ def test_verls_text_of_several_turns_is_taken_apart(tmp_path: Path) -> None:
     assert single == [[2, 0, 0.0]]
     assert "unclear_responses" not in record
     assert found.notes[0].startswith("1 of 2 responses have several turns. ")
-    assert found.notes[1].endswith("plan --workload FILE --tool-s 2 or lognormal:mean=2,sigma=1,max=60")
+    assert found.notes[1].endswith("plan --workload FILE --tool-s lognormal:mean=2,sigma=1,max=60")
 
 
 @pytest.mark.verl

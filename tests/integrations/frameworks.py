@@ -125,9 +125,30 @@ def ppo_policy_loss(
     return (loss if loss_mask is None else loss * loss_mask).sum(), {"clip_ratio": 0.0}
 
 
-def algorithm_config(loss_type: str) -> SimpleNamespace:
-    """The fields of SkyRL's AlgorithmConfig that its PPO loss reads."""
-    return SimpleNamespace(policy_loss_type=loss_type, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio_c=3.0)
+@dataclass
+class OffPolicyCorrectionConfig:
+    """The dataclass of skyrl/train/config/config.py."""
+
+    tis_ratio_type: str | None = None
+    token_tis_ratio_clip_high: float = 2.0
+    sequence_tis_ratio_clip_high: float = 5.0
+    sequence_mask_metric: str | None = None
+    geo_mask_high: float = 1.01
+    geo_mask_low: float = 0.99
+    product_mask_high: float = 2.0
+    product_mask_low: float = 0.5
+    outlier_token_is_threshold_low: float | None = None
+    outlier_token_is_threshold_high: float | None = None
+    token_mask_is_threshold_low: float | None = None
+    token_mask_is_threshold_high: float | None = None
+
+
+def algorithm_config(loss_type: str, **correction: Any) -> SimpleNamespace:
+    """The fields of SkyRL's AlgorithmConfig that its PPO loss reads. correction: of off_policy_correction"""
+    return SimpleNamespace(
+        policy_loss_type=loss_type, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio_c=3.0,
+        off_policy_correction=OffPolicyCorrectionConfig(**correction),
+    )  # fmt: skip
 
 
 def skyrl_call(loss_fn: Callable[..., Any], config: Any, batch: dict[str, Tensor | None]) -> Any:

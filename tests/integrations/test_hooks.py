@@ -34,15 +34,16 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations import hooks as micro_batches
 from fp8plan.integrations import prime_rl, skyrl, slime
 from fp8plan.integrations.hooks import HookSettings, MicroBatches
-from fp8plan.runtime.watch.controller.laws import LevelThresholds
 from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.watch.mismatch.measure import pack
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.runtime.watch.monitor.steps import RunReader
 
+FIRST = CorrectionSettings(thresholds=Thresholds(4.0))  # the default law begins so
 
-def expected(seed: int, sigma: float, settings: CorrectionSettings | None = None) -> Correction:
+
+def expected(seed: int, sigma: float, settings: CorrectionSettings = FIRST) -> Correction:
     """fp8plan's own correction of the same tensors, packed."""
     train, rollout, masks = (torch.cat(x) for x in responses(seed, sigma))
     return correct(pack(train, rollout, masks, LENGTHS), settings)
@@ -60,7 +61,7 @@ def test_slime_gets_fp8plans_weights() -> None:
     assert [x.dtype for x in masks] == [x.dtype for x in batch["loss_masks"]]
     assert [len(x) for x in masks] == LENGTHS
     assert all(x.shape == pg_loss.shape and not x.requires_grad for x in figures.values())
-    assert float(figures["fp8plan/threshold_tis"].unique()) == 2.0
+    assert float(figures["fp8plan/threshold_tis"].unique()) == 4.0
     ratio = (torch.cat(batch["log_probs"]) - torch.cat(batch["rollout_log_probs"])).double()
     assert torch.allclose(figures["fp8plan/k3"].double(), ratio.exp() - 1 - ratio, atol=1e-6)
     loss.sum().backward()
@@ -133,7 +134,7 @@ def test_prime_rl_gets_the_weighted_policy_gradient(weighted: bool) -> None:
     by_hand = -(own.weights * advantages * train * own.mask).sum() / own.mask.sum()
     assert loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
     assert set(figures) == {"fp8plan/clip_fraction", "fp8plan/lost_tokens", "fp8plan/threshold_tis"}
-    assert figures["fp8plan/threshold_tis"].tolist() == [2.0] * len(given)
+    assert figures["fp8plan/threshold_tis"].tolist() == [4.0] * len(given)
     loss.backward()
     slope = torch.cat([x.trainer_logprobs.grad for x in given])
     assert torch.allclose(slope, -own.weights * advantages * own.mask / own.mask.sum(), rtol=1e-5)
@@ -160,7 +161,7 @@ def test_skyrl_gets_its_own_loss_with_weights(base: str) -> None:
     config, batch = frameworks.algorithm_config(f"fp8plan_{base}"), padded(0, WILD)
     loss, figures = frameworks.skyrl_call(sent, config, batch)
     assert config.policy_loss_type == f"fp8plan_{base}"  # SkyRL's own is not changed
-    own = correct(pack(batch["old_action_log_probs"], batch["rollout_action_logprobs"], batch["loss_mask"]))
+    own = correct(pack(batch["old_action_log_probs"], batch["rollout_action_logprobs"], batch["loss_mask"]), FIRST)
     assert 0 < own.clip_fraction < 1
     one_by_one = torch.stack([
         frameworks.ppo_policy_loss(*(x.reshape(1) for x in row), frameworks.algorithm_config(base))[0]
@@ -201,17 +202,17 @@ def hook_step(framework: str, seed: int, sigma: float, settings: str) -> float:
 def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = settings_file(tmp_path, run_file="run.jsonl", thresholds="level")
+    path = settings_file(tmp_path, run_file="run.jsonl")
     monkeypatch.setenv("FP8PLAN_MONITOR", path)
     if framework == "skyrl":
         skyrl.register(path)
     spread = [CALM] * 2 + [WILD] * 3 + [CALM] * 30
     found = [hook_step(framework, seed, sigma, path) for seed, sigma in enumerate(spread)]
-    assert found[:3] == [2.0] * 3  # the first wild step is still corrected with what calm ones led to
-    assert 1 < found[5] < found[3] < 2.0
+    assert found[:3] == [4.0] * 3  # the first wild step is still corrected with what calm ones led to
+    assert 2 <= found[5] <= found[3] < 4.0
     assert found[5] < found[-1]
     # The same batches, seen whole, lead a Monitor to the same thresholds.
-    monitor, whole = Monitor(controller=LevelThresholds()), []
+    monitor, whole = Monitor(), []
     for seed, sigma in enumerate(spread):
         monitor.step(*both(2 * seed, sigma), lengths=LENGTHS * 2)
         whole.append(monitor.thresholds.tis)
@@ -267,7 +268,8 @@ def skyrl_config(**given: Any) -> SimpleNamespace:
     engine = SimpleNamespace(engine_init_kwargs=given.pop("engine", {}))
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "additional_kwargs": None} | given
     return SimpleNamespace(
-        generator=SimpleNamespace(sampling_params=SimpleNamespace(**params), inference_engine=engine)
+        generator=SimpleNamespace(sampling_params=SimpleNamespace(**params), inference_engine=engine),
+        trainer=SimpleNamespace(algorithm=frameworks.algorithm_config("fp8plan_regular")),
     )
 
 

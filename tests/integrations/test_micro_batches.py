@@ -32,16 +32,28 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations import prime_rl, skyrl, slime
 from fp8plan.integrations.hooks import HookSettings, running, settings_at
 from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.watch.correction.settings import Rejection
 from fp8plan.runtime.watch.monitor.monitor import Monitor
 
+RULES = (Rejection("seq_mean", "k1", 1.3, 0.7), Rejection("token", "k3", 0.5))
 
-def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:
-    batches = running(HookSettings())
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        HookSettings(),
+        HookSettings(reject=RULES, veto=(0.05, 15.0), floor=0.5, thresholds="constant"),
+        HookSettings(level=None, reject=RULES),
+    ],
+)
+def test_micro_batches_of_a_step_add_up_to_the_whole_batch(settings: HookSettings) -> None:
+    batches = running(settings)
     for seed in (0, 1):
         batches.correct(*(torch.cat(x) for x in responses(seed, WILD)), lengths=LENGTHS)
     optimiser_steps()
     optimiser_steps()  # of another model: nothing came in between
-    step = Monitor().step(*both(0, WILD), lengths=LENGTHS * 2)
+    correction = settings.correction()
+    step = Monitor(correction, settings.controller(correction)).step(*both(0, WILD), lengths=LENGTHS * 2)
     assert batches.last is not None
     assert batches.monitor.steps == 1
     assert batches.last.thresholds == step.thresholds
@@ -69,12 +81,23 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
         ({"C": 2.0}, "takes no C; allowed: plan, thresholds, target_kl"),
         ({"tis": "two"}, "tis is 'two'; allowed: a number"),
         ({"tis": 0.5, "thresholds": "level"}, "tis begins at 0.5; allowed: above 1"),
-        ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric"),
-        ({"level": None}, "level is None; allowed: text"),
+        ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric, null"),
+        ({"level": None, "floor": 0.5}, "floor is 0.5 without weights that are truncated; allowed: mode 'tis'"),
+        ({"veto": [0.5, 0.9]}, "veto is (0.5, 0.9); allowed: between 0 and 1, (low, high)"),
+        ({"reject": [{"over": "token", "estimator": "k1", "hi": 2.0}]}, "takes no hi (did you mean high?)"),
+        ({"reject": [{"over": "seq_max", "estimator": "k1", "high": 2.0}]}, "no rejection 'seq_max_k1'; allowed"),
+        (
+            {"reject": [{"over": "tokens", "estimator": "k1", "high": 2.0}]},
+            "reject[0].over is 'tokens'; allowed: token,",
+        ),
+        ({"reject": {"over": "token"}}, "reject is {'over': 'token'}; allowed: a list"),
         ({"band": [0.8, 1.2]}, "band with mode 'tis', which has none; allowed"),
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
-        ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "level"'),
-        ({"thresholds": "tight"}, 'thresholds is \'tight\'; allowed: "constant", the default, or "level"'),
+        (
+            {"thresholds": "constant", "target_kl": 0.01},
+            'target_kl with constant thresholds, which have none; allowed: thresholds "level"',
+        ),
+        ({"thresholds": "tight"}, 'thresholds is \'tight\'; allowed: null, the default law, "constant", or "level"'),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),
         ({"sampling": {"topp": 0.9}}, "takes no topp (did you mean top_p?); allowed: temperature, top_p"),
         ({"sampling": {"top_p": 9}}, "top_p is 9.0; allowed: above 0, 1 at most"),
@@ -151,9 +174,9 @@ def test_ranks_share_their_statistics_unless_they_are_told_not_to(tmp_path: Path
     ]
     one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
     assert [x[0] for x in one] == [x[0] for x in other]  # shared
-    assert one[-1][0] < 2.0  # by rank 1's mismatch
-    assert [x[1] for x in one] == [2.0] * 4  # alone: rank 0 sees no mismatch
-    assert other[-1][1] < 2.0
+    assert one[-1][0] < 4.0  # by rank 1's mismatch
+    assert [x[1] for x in one] == [4.0] * 4  # alone: rank 0 sees no mismatch
+    assert other[-1][1] < 4.0
     rows = {}
     for name in ("shared", "alone"):
         rows[name] = [row["metrics"]["fp8plan/tokens"] for row in jsonl.rows(tmp_path / f"{name}.jsonl")]

@@ -21,6 +21,7 @@ from fp8plan import schemas
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import read_records
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 from fp8plan.runtime.watch.monitor.sinks import JsonLines
@@ -112,6 +113,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             trainer.rollout_engine.launch.precision,
             folder,
         )
+
+
+@pytest.mark.vllm
+def test_the_run_chose_from_the_plan_of_its_configuration_alone(run: Run, tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl import planned
+
+    version = check_vllm_version().partition("+")[0]
+    args = GRPOConfig(str(tmp_path), **SETTINGS)
+    assert planned(args, dataset(), model=model(), gpu="cpu", engine_version=version) == run.plan
 
 
 @pytest.mark.vllm
@@ -264,8 +276,8 @@ def test_the_guides_script_runs(
     trainer = names["trainer"]
     trainer.rollout_engine.shutdown()
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("fp8plan: ")]
-    assert said[:2] == [f'fp8plan: plan="auto": bf16 for {model()} on cpu', f"fp8plan: {trainer.plan.reasons[0]}"]
-    assert "replaces TRL's defaults (sequence_mask, 3.0), also where they are written out" in said[2]
+    assert said[0] == f'fp8plan: plan="auto": bf16 for {model()} on cpu'
+    assert "replaces TRL's defaults (sequence_mask, 3.0), also where they are written out" in said[1]
     assert trainer.plan.choices[trainer.plan.chosen].precision == trainer.rollout_engine.launch.precision == "bf16"
     assert logged(trainer, "fp8plan/fp8_kv") == [0.0]
 

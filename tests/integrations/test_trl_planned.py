@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_trl_turns import TEMPLATE
 from trl_runs import SETTINGS, dataset, ended, logged, model, share_of_even
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 
@@ -28,7 +30,7 @@ def rloo(folder: Path, **more: Any) -> Any:
     class RLOOTrainer(Planned, trl.RLOOTrainer):
         """TRL's, with a plan."""
 
-    ours = {name: more.pop(name) for name in ("plan", "choice", "train_dataset", "sinks") if name in more}
+    ours = {name: more.pop(name) for name in ("plan", "choice", "dry_run", "train_dataset", "sinks") if name in more}
     args = trl.RLOOConfig(output_dir=str(folder), beta=0.0, **(SETTINGS | more))
     rows = {"train_dataset": dataset()}
     return RLOOTrainer(model(), share_of_even, args, **(rows | ours))
@@ -40,7 +42,7 @@ def online_dpo(folder: Path, **more: Any) -> Any:
 
     from fp8plan.integrations.trl.online_dpo import OnlineDPOTrainer
 
-    ours = {name: more.pop(name) for name in ("plan", "choice") if name in more}
+    ours = {name: more.pop(name) for name in ("plan", "choice", "dry_run") if name in more}
     names = ("vllm_max_model_length", "num_generations", "max_completion_length")
     settings = {name: value for name, value in SETTINGS.items() if name not in names}
     settings |= {"max_new_tokens": 16, "max_length": 64, "beta": 0.1}
@@ -150,7 +152,7 @@ def test_other_trainers_generate_with_a_planned_engine_and_an_fp8_kv_cache(
     ("made", "more", "match"),
     [
         (rloo, {"sinks": [print]}, "RLOOTrainer takes no sinks; allowed: "),
-        (rloo, {"choice": "fp8_kv"}, "choice belongs to a plan, and plan is None; type: plan='auto'"),
+        (rloo, {"choice": "fp8_kv"}, "choice and dry_run belong to a plan, and plan is None; type: plan='auto'"),
         (rloo, {"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: RLOOConfig\(use_vllm=True"),
         (
             online_dpo,
@@ -164,6 +166,48 @@ def test_what_does_not_go_with_a_plan_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         made(tmp_path, **more)
+
+
+@pytest.mark.parametrize("made", [rloo, online_dpo])
+def test_a_dry_run_ends_before_an_engine_starts(
+    made: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8plan.runtime.apply.engine.engine import RolloutEngine
+
+    monkeypatch.setattr(RolloutEngine, "from_plan", lambda *_, **__: pytest.fail("an engine starts"))
+    with pytest.raises(SystemExit) as end:
+        made(tmp_path, plan="auto", dry_run=True)
+    assert end.value.code == 0
+    assert capsys.readouterr().out.endswith("fp8plan: dry_run: no engine and no training was started\n")
+    with pytest.raises(ConfigError, match="dry_run belong to a plan"):
+        made(tmp_path, dry_run=True)
+
+
+def test_the_plan_of_rloo_is_that_of_grpo_with_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl import planned
+
+    with pytest.raises(SystemExit):
+        rloo(tmp_path, plan="auto", dry_run=True)
+    printed = capsys.readouterr().out
+    version = check_vllm_version().partition("+")[0]
+    planned(GRPOConfig(str(tmp_path), **SETTINGS), dataset(), model=model(), gpu="cpu", engine_version=version)
+    table = capsys.readouterr().out
+    assert "rollout s" in table
+    assert table in printed
+
+
+def test_a_servers_rollouts_are_those_of_all_processes(tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl.request import rollouts_of, rollouts_with
+
+    args = GRPOConfig(str(tmp_path), **(SETTINGS | {"vllm_mode": "server", "generation_batch_size": 64}))
+    generation = SimpleNamespace(mode="server", max_num_seqs=64, tensor_parallel_size=2, max_completion_length=16)
+    assert rollouts_with(generation, samples=8, processes=2) == rollouts_of(args)
 
 
 @pytest.mark.vllm

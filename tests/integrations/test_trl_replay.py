@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import EXPERTS, LAYERS, cpu_plan
-from trl_runs import COMPLETION, PROMPT, logged, model, started, trainer_of
+from trl_runs import COMPLETION, PROMPT, SETTINGS, logged, model, started, trainer_of
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.risk.remedies import Remedies
 
 pytestmark = pytest.mark.trl
 TOP_K, STEPS = 2, 2
@@ -110,7 +110,7 @@ def test_trainers_that_cannot_replay_say_what_to_type() -> None:
 def test_router_replay_belongs_to_a_plan() -> None:
     from fp8plan.integrations.trl import GRPOTrainer
 
-    with pytest.raises(ConfigError, match="router_replay belong to a plan"):
+    with pytest.raises(ConfigError, match="sinks and router_replay belong to a plan"):
         GRPOTrainer("model", router_replay=True)
 
 
@@ -123,13 +123,18 @@ def test_a_dense_policy_is_refused_before_its_engine_starts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("gpu", "counts"), [("h200", True), ("cpu", False)])
-def test_a_plan_made_at_the_start_counts_on_the_replay(gpu: str, counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8plan.integrations.trl import trainer as module
+def test_a_plan_made_at_the_start_counts_on_the_replay(
+    gpu: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl import GRPOConfig
 
-    made: dict[str, Any] = {}
-    monkeypatch.setattr("fp8plan.integrations.common.make_plan", lambda *_, **settings: made.update(settings))
-    trainer: Any = SimpleNamespace(_router_replay=True, num_generations=8, _prompt_lengths=lambda: None)
-    trainer._remedies = lambda: module.GRPOTrainer._remedies(trainer)
-    generation: Any = SimpleNamespace(model=SimpleNamespace(name_or_path="model"), max_completion_length=COMPLETION)
-    module.GRPOTrainer._plan_for(trainer, generation, gpu, EngineLimits(), 8, "trl", None)
-    assert made["remedies"].router_replay is counts
+    from fp8plan.integrations.trl import GRPOTrainer, mixin
+
+    made: dict[type, Any] = {}
+    monkeypatch.setattr(mixin, "plan_of_words", lambda words, timed: made.update(words))
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer._router_replay, trainer.args = True, GRPOConfig(str(tmp_path), **SETTINGS)
+    trainer._prompt_lengths = dict  # type: ignore[method-assign]
+    generation: Any = SimpleNamespace(model=SimpleNamespace(name_or_path=model("moe")))
+    trainer._plan_for(generation, gpu, None)
+    assert Remedies(**made[Remedies]).router_replay is counts

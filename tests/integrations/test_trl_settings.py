@@ -18,9 +18,12 @@ from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import announce
+from fp8plan.integrations.common import announce, check_model
+from fp8plan.model.distributions import Trace
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import options_of, remarks
 from fp8plan.runtime.this_host import said
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
@@ -101,10 +104,10 @@ def test_a_misspelt_argument_is_answered_by_the_one_that_was_meant(misspelt: str
 
 def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     made = replace(KV, reasons=("Choose fp8_kv: it is faster.", "More."))
-    announce(made, "auto", None)
+    announce(made, made, None)
     announce(made, "/a/plan.json", "bf16")
     assert capsys.readouterr().out.splitlines() == [
-        f'fp8plan: plan="auto": fp8_kv for {KV.model} on cpu',
+        f"fp8plan: plan=a Plan: fp8_kv for {KV.model} on cpu",
         "fp8plan: Choose fp8_kv: it is faster.",
         f"fp8plan: plan=/a/plan.json, choice='bf16': bf16 for {KV.model} on cpu",
         "fp8plan: without choice: Choose fp8_kv: it is faster.",
@@ -113,7 +116,7 @@ def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixt
 
 def test_a_host_that_was_timed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     made = replace(KV, reasons=("Choose fp8_kv.",), warnings=("CPUs differ", said(4.15e-4, "by the server")))
-    announce(made, "auto", None)
+    announce(made, made, None)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "fp8plan: host loop measured by the server: 415 µs, kept for a day; `fp8plan doctor --host` measures it anew"
     ]
@@ -123,7 +126,7 @@ def test_a_host_that_was_timed_is_said(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_server_tells_its_host(answer: dict[str, float], loop_s: float | None) -> None:
     """Servers of earlier versions tell none."""
     from fp8plan.integrations.trl.client import Served
-    from fp8plan.integrations.trl.planned import loop_of
+    from fp8plan.integrations.trl.mixin import loop_of
 
     assert loop_of(Served("", {}, {"facts": answer})) == loop_s
     assert loop_of(Served("", {}, None)) is None
@@ -131,16 +134,16 @@ def test_a_server_tells_its_host(answer: dict[str, float], loop_s: float | None)
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_first_process_times_the_host_for_all(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    from fp8plan.integrations.trl import planned
+    from fp8plan.integrations.trl import mixin
 
     def sent(values: list[float | None]) -> None:
         assert values == [3e-4 if first else None]
         values[0] = 3e-4
 
-    monkeypatch.setattr(planned, "host_loop_s", lambda: 3e-4)
-    monkeypatch.setattr(planned, "broadcast_object_list", sent)
+    monkeypatch.setattr(mixin, "host_loop_s", lambda: 3e-4)
+    monkeypatch.setattr(mixin, "broadcast_object_list", sent)
     process = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=first))
-    assert planned.Planned._host_loop_s(process) == 3e-4
+    assert mixin.Planned._host_loop_s(process) == 3e-4
 
 
 def test_a_servers_options_are_read_from_its_configuration() -> None:
@@ -177,9 +180,9 @@ def test_the_guides_table_of_features_names_tests_that_exist() -> None:
 
 def limits_checked(longest: int, **trainer: Any) -> None:
     """Check a server's longest request for a trainer with prompts of at most 8 tokens, and completions of 16."""
-    from fp8plan.integrations.trl.planned import Planned
+    from fp8plan.integrations.trl.mixin import Planned
 
-    lengths = SimpleNamespace(values=(5, 8))
+    lengths = {"prompt_lengths": Trace((5, 8), "prompts of the dataset")}
     process: Any = SimpleNamespace(_prompt_lengths=lambda: lengths, **trainer)
     generation: Any = SimpleNamespace(max_completion_length=16)
     Planned._check_limits(process, generation, EngineLimits(max_model_len=longest))
@@ -200,11 +203,11 @@ def test_without_tools_a_server_may_be_shorter(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seen", ["_is_vlm", "is_vision_model"])
 def test_a_policy_that_takes_images_is_refused(seen: str) -> None:
-    from fp8plan.integrations.trl.planned import Planned
+    from fp8plan.integrations.trl.mixin import Planned
 
-    process: Any = SimpleNamespace(plan=KV, **{seen: True})
+    process: Any = SimpleNamespace(**{seen: True})
     with pytest.raises(ConfigError, match=r"takes images, .*; type: processing_class=AutoTokenizer\.from_pretrained"):
-        Planned._planned(process, SimpleNamespace(), True)  # type: ignore[arg-type]
+        Planned._generation(process, mode="colocate")
 
 
 KV = cpu_plan("fp8_kv")
@@ -264,7 +267,7 @@ def test_importing_fp8plan_does_not_import_trl() -> None:
     ],
 )
 def test_a_missing_or_unknown_trl_is_one_clear_error(lacks: str) -> None:
-    code = f"{lacks}\nimport fp8plan.integrations.trl"
+    code = f"{lacks}\nfrom fp8plan.integrations.trl import GRPOTrainer"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert "ConfigError: TRL is not installed, or is one that fp8plan does not know (" in said
     assert said.rstrip().endswith("; type: pip install 'fp8plan[trl]'")
@@ -282,14 +285,14 @@ def args(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, CorrectionSettings(thresholds=Thresholds(1.5))),  # TRL's defaults: the plan's
+        ({}, CorrectionSettings()),  # TRL's defaults: the plan's
         ({"mode": "token_truncate", "clip_max": 4.0}, CorrectionSettings(thresholds=Thresholds(4.0))),
         ({"mode": "sequence_truncate"}, CorrectionSettings("sequence", thresholds=Thresholds(3.0))),
         (
             {"mode": "token_mask", "clip_min": 0.5, "clip_max": 4.0},
             CorrectionSettings("token", "icepop", Thresholds(None, (0.5, 4.0))),
         ),
-        ({"mode": "sequence_mask", "clip_max": 3.0}, CorrectionSettings(thresholds=Thresholds(1.5))),  # as the defaults
+        ({"mode": "sequence_mask", "clip_max": 3.0}, CorrectionSettings()),  # as the defaults
         (
             {"mode": "sequence_mask", "clip_min": 0.0},
             CorrectionSettings("sequence", "icepop", Thresholds(None, (sys.float_info.min, 3.0))),
@@ -307,13 +310,7 @@ def test_trls_settings_decide_the_correction_where_the_user_changed_them(
     from fp8plan.integrations.trl import trainer as correction
 
     told = args(**changed)
-    assert correction.correction_of(told, {"token_tis": 1.5}) == expected
-
-
-def test_without_thresholds_of_a_plan_it_is_token_tis_at_2() -> None:
-    from fp8plan.integrations.trl import trainer as correction
-
-    assert correction.correction_of(args(), {}) == CorrectionSettings(thresholds=Thresholds(2.0))
+    assert correction.correction_of(told) == expected
 
 
 @pytest.mark.parametrize(
@@ -327,13 +324,13 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
     from fp8plan.integrations.trl import trainer as correction
 
     with pytest.raises(ConfigError, match=match):
-        correction.correction_of(args(**changed), {})
+        correction.correction_of(args(**changed))
 
 
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
     """TRL's own formulas, in each of its modes, give the same for these log-probs."""
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.controller.fit import constant
     from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(0)
@@ -350,11 +347,11 @@ def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> N
     }
     for mode, wanted in expected.items():
         told = args(mode=mode, clip_max=1.2, clip_min=0.8 if mode.endswith("mask") else None)
-        settings = correction.correction_of(told, {})
-        monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+        settings = correction.correction_of(told)
+        monitor = Monitor(settings, constant(settings, None))
         ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
         assert torch.allclose(ratio, torch.where(mask, wanted, 1.0), rtol=1e-5), mode
-    measured = Monitor(correction.correction_of(args(correction=False), {})).step(train, rollout, mask)
+    measured = Monitor(correction.correction_of(args(correction=False))).step(train, rollout, mask)
     assert torch.equal(correction.ratio_of(measured, mask), torch.ones(6, 20))
     assert measured.mismatch.k3 > 0.01
     assert measured.metrics[schemas.TIS] is None  # nothing is cut
@@ -366,7 +363,7 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     import trl
 
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.controller.fit import constant
     from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(1)
@@ -380,8 +377,8 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     own = torch.exp((train - rollout) * mask)
     own = own.clamp(max=3.0) if mode == "token_truncate" else own.masked_fill((own < 0.2) | (own > 3.0), 0.0)
     told = args(mode=mode, clip_max=3.0, clip_min=None if mode == "token_truncate" else 0.2)
-    settings = correction.correction_of(told, {})
-    monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+    settings = correction.correction_of(told)
+    monitor = Monitor(settings, constant(settings, None))
     ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
     assert torch.allclose(ratio, own, rtol=1e-5)  # everywhere, so that no loss can tell them apart
     phi = [
@@ -430,9 +427,20 @@ def test_the_prompts_of_a_chat_are_as_long_as_trl_makes_them(tmp_path: Path, mon
 
 
 def test_prompts_are_spread_over_the_dataset() -> None:
-    from fp8plan.integrations.trl import settings as planning
+    from fp8plan.integrations.trl import request
 
-    assert list(planning.spread(0)) == []
-    assert list(planning.spread(3)) == [0, 1, 2]
-    assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
-    assert planning.lengths_of([[1, 2], [3]]).values == (2, 1)
+    assert list(request.spread(0)) == []
+    assert list(request.spread(3)) == [0, 1, 2]
+    assert list(request.spread(1000, 4)) == [0, 250, 500, 750]
+    rows = [{"prompt": "ab"}, {"prompt": "c"}]
+    assert request.prompt_lengths(rows, lambda prompts: [[*map(ord, text)] for text in prompts]) == {
+        "prompt_lengths": Trace((2, 1), "prompts of the dataset")
+    }
+    assert request.prompt_lengths(iter(rows), len) == {}
+
+
+def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:
+    setup = EngineSetup("Qwen/Qwen3-8B", "h200", "fp8_block", remedies=Remedies(keep_bf16=(1, 1)))
+    check_model(setup, "Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
+        check_model(setup, "Qwen/Qwen3-4B")

@@ -22,11 +22,12 @@ from vllm_server import ROOT, entry_points
 
 import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+from fp8plan.integrations.request import MEAN_SHARE, SIGMA, words_of
 from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
 from fp8plan.model.workload import Workload
@@ -68,7 +69,10 @@ def test_import_verl_registers_the_rollout_and_imports_nothing_more(tmp_path: Pa
         "assert 'verl.workers.rollout.base' not in sys.modules, 'verl is as light as before'\n"
         "from verl.workers.rollout.base import _ROLLOUT_REGISTRY as client\n"
         "assert client['fp8plan', 'async'] == client['vllm', 'async']\n"
-        "assert 'vllm' not in sys.modules\n",
+        "assert 'vllm' not in sys.modules\n"
+        "from fp8plan.integrations.verl import plugin\n"
+        "from verl.utils.config import validate_config\n"
+        "assert validate_config.func is plugin.validated\n",
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -116,6 +120,30 @@ def test_the_trainer_is_planned_where_the_rollout_is(named: str, monkeypatch: py
     found = registry["sync"](config=told)
     assert made == ([] if named == "vllm" else [(stock, told)])
     assert named == "fp8plan" or found.config is told
+
+
+@pytest.mark.parametrize("named", ["vllm", "fp8plan"])
+def test_verls_legacy_trainer_is_refused_where_verl_checks_its_configuration(named: str) -> None:
+    """verl's main does that before it starts Ray."""
+    from verl.utils import config as of_verl
+
+    from fp8plan.integrations.verl import plugin
+
+    seen: list[Any] = []
+    module = SimpleNamespace(validate_config=lambda config, **roles: seen.append((config, roles)))
+    plugin.REGISTRIES[of_verl.__name__](module)
+    roles = {"use_reference_policy": False, "use_critic": False}
+    current, legacy = (config(f"actor_rollout_ref.rollout.name={named}", f"trainer.use_v1={x}") for x in (True, False))
+    module.validate_config(config=current, **roles)
+    assert seen == [(current, roles)]
+    if named == "vllm":
+        module.validate_config(config=legacy, **roles)
+        assert seen[1:] == [(legacy, roles)]
+        return
+    with pytest.raises(
+        ConfigError, match=r"rollout\.name=fp8plan with trainer\.use_v1=False, .*type trainer\.use_v1=True"
+    ):
+        module.validate_config(config=legacy, **roles)
 
 
 def test_a_verl_without_its_registries_is_heard_and_goes_on(
@@ -183,7 +211,10 @@ def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
         ("++actor_rollout_ref.rollout.qat.enable=True", "qat is on"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "delta_sharded; allowed: one that"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA adapter; allowed: one that is merged"),
-        ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode is on"),
+        (
+            "algorithm.rollout_correction.bypass_mode=True",
+            r"computes no log-probs of the trainer .* type algorithm\.rollout_correction\.bypass_mode=False; or type",
+        ),
         ("algorithm.rollout_correction=null", "rollout_correction is null"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=16", "is 16; allowed: 8, a node's"),
         (
@@ -191,6 +222,10 @@ def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
             r"rollout\.engine_kwargs\.vllm takes no max_num_seq \(did you mean max_num_seqs\?\)",
         ),
         ("distillation.enabled=True", "teacher_model.inference.name is fp8plan; allowed: vllm"),
+        (
+            "reward.reward_model.enable=True",
+            r"reward_model\.rollout\.name is missing, .* type reward\.reward_model\.rollout\.name=vllm$",
+        ),
         (
             "actor_rollout_ref.rollout.top_p=0.8",
             rf"rollout: top_p 0.8: .*\(0.8 to 1\).*; set top_p=1.0; .* type \+{OURS}\.allow_biased_sampling=True",
@@ -237,7 +272,7 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand(
     monkeypatch: pytest.MonkeyPatch, loop_s: float | None
 ) -> None:
     """loop_s: of the trainer's host, if that has the GPU"""
-    monkeypatch.setattr("fp8plan.integrations.verl.settings.host_loop_s", lambda: loop_s)
+    monkeypatch.setattr("fp8plan.integrations.request.host_loop_s", lambda: loop_s)
     monkeypatch.setattr("fp8plan.model.hardware._product_of_this_machine", lambda: "NVIDIA H200")
     found = plan_of(
         config(
@@ -276,9 +311,15 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand(
     assert found == replace(by_hand, warnings=(*by_hand.warnings, *note))
 
 
-def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
-    from fp8plan.integrations.verl.settings import limits_of
+def limits_of(told: Any, gpu: str) -> EngineLimits:
+    """The limits of a plan for verl's configuration."""
+    from fp8plan.integrations.verl.settings import rollouts_of, settings_in
 
+    words = words_of(rollouts_of(told, settings_in(told)), {PlanRequest: {"gpu": gpu}})
+    return PlanRequest.of(words, workload=Workload(**words[Workload])).engine
+
+
+def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
     rollout = "actor_rollout_ref.rollout"
     told = config(
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
@@ -290,8 +331,6 @@ def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
 
 
 def test_engines_on_their_own_gpus_are_counted_there() -> None:
-    from fp8plan.integrations.verl.settings import limits_of
-
     told = config(
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
         "trainer.v1.trainer_mode=separate_async",

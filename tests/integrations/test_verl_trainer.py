@@ -13,11 +13,14 @@ import torch
 from verl_parts import planned, small
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 pytestmark = [pytest.mark.verl, pytest.mark.transfer_queue]
 
 OURS = "actor_rollout_ref.rollout.custom.fp8plan"
+CORRECTION = "algorithm.rollout_correction"
+EMITTED = (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=4.0")  # of planned()
 ROWS, LENGTH = 8, 20
 LENGTHS = torch.tensor([20, 3, 7, 20, 1, 12, 20, 5])
 
@@ -114,7 +117,9 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     return made
 
 
-def step(trainer: Any, batch: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[Queue, dict[str, Any]]:
+def step(
+    trainer: Any, batch: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, tags: Any = ({},) * ROWS
+) -> tuple[Queue, dict[str, Any]]:
     """verl's own _compute_advantage on a batch: what it wrote, and what it logged."""
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import trainer_base
@@ -122,7 +127,7 @@ def step(trainer: Any, batch: dict[str, torch.Tensor], monkeypatch: pytest.Monke
     queue, metrics = Queue(batch), dict[str, Any]()
     monkeypatch.setattr(trainer_base, "tq", queue)
     keys = [f"{row // 4}_{row % 4}_0" for row in range(ROWS)]
-    trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), metrics)
+    trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=list(tags)), metrics)
     return queue, metrics
 
 
@@ -169,6 +174,27 @@ def test_thresholds_tighten_when_the_kl_rises(trainer: Trainer, mode: str, monke
     assert {metrics["fp8plan/fp8_kv"] for metrics in seen} == {1.0}
 
 
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_the_versions_of_verls_trajectories_separate_staleness(
+    trainer: Trainer, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first version of each. Without versions the KL is not split. A version that is too old still counts."""
+    run = tmp_path / "run.jsonl"
+    found, batch = trainer(f"+{OURS}.run_file={run}", mode=mode), batch_of(0.05)
+    stale = torch.arange(ROWS) < 4
+    batch["old_log_probs"][stale] += 0.3 * torch.randn(4, LENGTH, generator=torch.Generator().manual_seed(9))
+    for old, last in ((6, 7), (6, 6), (7, 700)):
+        tags = [{"min_global_steps": old if x else last, "max_global_steps": last} for x in stale]
+        step(found, batch, monkeypatch, tags)
+    step(found, batch, monkeypatch)
+    records = [json.loads(line) for line in run.read_text().splitlines()]
+    seen = [{name: part["tokens"] for name, part in record["versions"].items()} for record in records]
+    old, fresh = int(LENGTHS[stale].sum()), int(LENGTHS[~stale].sum())
+    assert seen == [{"6": old, "7": fresh}, {"6": old + fresh}, {"637": old, "700": fresh}, {}]
+    causes = [[part["causes"] for part in record["attribution"]] for record in records]
+    assert [["staleness"] in split for split in causes] == [True, False, True, False]
+
+
 def test_the_weights_that_verls_loss_gets_are_the_monitors(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(0.5)
     queue, metrics = step(trainer(), batch, monkeypatch)
@@ -180,7 +206,18 @@ def test_the_weights_that_verls_loss_gets_are_the_monitors(trainer: Trainer, mon
 def test_without_a_correction_all_weights_are_verls(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, metrics = step(trainer(f"+{OURS}.correct=False"), batch_of(0.5), monkeypatch)
     assert "rollout_is_weights" not in queue.fields
+    assert "fp8plan/threshold_tis" not in metrics
     assert metrics["fp8plan/k3_kl"] > 0.01
+
+
+def test_the_correction_that_emit_writes_is_the_plans(trainer: Trainer) -> None:
+    """C from 4 to 2 by default, and 2 as a constant. A C of the user's own stays as a constant."""
+    constant = f"+{OURS}.thresholds=constant"
+    for given, law, c in (((), LevelThresholds, 4.0), ((constant,), ConstantThresholds, 2.0)):
+        for told in ((), EMITTED):
+            monitor = trainer(*told, *given).monitor
+            assert (type(monitor.controller), monitor.thresholds.tis) == (law, c)
+    assert trainer(EMITTED[0], f"{CORRECTION}.rollout_is_threshold=3.0", constant).monitor.thresholds.tis == 3.0
 
 
 def test_without_a_correction_there_is_a_limit_and_nothing_adapts(trainer: Trainer) -> None:

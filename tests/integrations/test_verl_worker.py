@@ -7,6 +7,7 @@ from typing import Any
 
 import planted
 import pytest
+import torch
 from native_client import digests_of, digests_of_fresh
 from tiny_models import weights
 from verl_parts import engine_of, update
@@ -14,13 +15,37 @@ from verl_parts import engine_of, update
 pytestmark = [pytest.mark.verl, pytest.mark.vllm]
 
 
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with all experts of a layer in one tensor, as Transformers names it."""
+    whole, parts = {}, dict[str, list[torch.Tensor]]()
+    for name, tensor in tensors.items():
+        layer, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            whole[name] = tensor
+            continue
+        parts.setdefault(f"{layer}.mlp.experts.{rest.split('.')[1]}", []).append(tensor)
+    stacked = {name: torch.stack(experts) for name, experts in parts.items()}
+    for name in [name for name in stacked if name.endswith(".gate_proj")]:
+        layer = name.removesuffix(".gate_proj")
+        whole[f"{layer}.gate_up_proj"] = torch.cat([stacked[name], stacked[f"{layer}.up_proj"]], dim=1)
+        whole[f"{layer}.down_proj"] = stacked[f"{layer}.down_proj"]
+    return whole
+
+
+def fused_pairs(which: str) -> Any:
+    return fused(weights("moe", which)).items()
+
+
 def test_experts_are_synced_too() -> None:
-    """First, as a process holds one engine at a time."""
+    """First, as a process holds one engine at a time. As verl sends a policy, and one whose LoRA it has merged."""
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
     with engine_of("b", "moe") as found:
         reference = digests_of(found)
-        for which in "ab":
-            assert update(found, weights("moe", which).items()) == {"ok": None}
-            assert (digests_of(found) == reference) == (which == "b")
+        for sent in (lambda which: unfuse_moe_params(fused_pairs(which)), fused_pairs):
+            for which in "ab":
+                assert update(found, sent(which)) == {"ok": None}
+                assert (digests_of(found) == reference) == (which == "b")
 
 
 @pytest.fixture(scope="module")

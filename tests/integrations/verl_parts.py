@@ -58,7 +58,7 @@ def small(*overrides: str) -> Any:
 def planned(precision: str) -> Plan:
     """A plan for small(), of an engine as tiny_models starts them."""
     choices = (replace(predicted(name), kl_k3=1e-3, kl_k3_low=5e-4, kl_k3_high=8e-3) for name in PRESETS)
-    return replace(cpu_plan(precision), model=model(), choices=tuple(choices), thresholds={"token_tis": 2.0})
+    return replace(cpu_plan(precision), model=model(), choices=tuple(choices), thresholds={"token_tis": 4.0})
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def test_an_fp8_kv_cache_on_ampere_holds_twice_the_tokens_and_is_timed_with_a_wi
     assert sum("the tokens that it holds are certain" in reason for reason in starved.reasons) == 1
     assert (starved.kv_scales, fp8.refused_by) == ("unit", {})
     emitted = json.loads(starved.emit("vllm", "fp8_kv"))
-    assert "--attention-backend FLASHINFER" in emitted["command"]
+    assert emitted["engine_args"]["attention_backend"] == "FLASHINFER"
     assert "RolloutEngine" not in " ".join(emitted["notes"])  # it does not measure the scales there
     assert any("K and V scales" in warning for warning in starved.warnings)
 

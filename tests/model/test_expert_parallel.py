@@ -157,7 +157,7 @@ def test_settings_follow_the_choice(both: Any) -> None:
     number = next(i for i, c in enumerate(found.choices) if c.expert_parallel and c.precision == "bf16")
     assert found.setup(number).limits.enable_expert_parallel
     assert found.vllm_kwargs(number)["enable_expert_parallel"] is True
-    assert "--enable-expert-parallel" in json.loads(found.emit("vllm", number))["command"]
+    assert "--enable-expert-parallel" in found.emit("vllm-serve", number)
     assert "actor_rollout_ref.rollout.expert_parallel_size=2" in found.verl_overrides(number)
     assert "enable_expert_parallel" not in found.vllm_kwargs(number - 2)
     assert not any("expert_parallel" in x for x in found.verl_overrides(number - 2))

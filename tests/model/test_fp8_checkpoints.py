@@ -21,6 +21,7 @@ from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, find_precision
 from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
 
@@ -420,10 +421,17 @@ def test_vllm_is_not_told_to_quantise_what_is_quantised(tmp_path: Path, case: Fi
             found.emit(trainer, choice=1)
 
 
-def test_scales_that_are_powers_of_two_are_left_to_vllm(tmp_path: Path) -> None:
-    """DeepSeek-V3.1. vLLM switches them on itself, unless the variable is set."""
+def test_risk_and_settings_have_the_scales_of_the_checkpoint(tmp_path: Path) -> None:
+    """Those of DeepSeek-V3.1 are powers of two, and on Hopper vLLM multiplies with such then."""
     in_config("quantization_config")(config_of("Qwen/Qwen3-8B"), BLOCKS | {"scale_fmt": "ue8m0"}, tmp_path)
-    assert plan(str(tmp_path), "h200", SMALL).env(1) == {}
+    for trainer, alike in (("fp8_block_pow2", True), ("fp8_block", False)):
+        remedies = Remedies(trainer_precision=trainer)
+        made = plan(str(tmp_path), "h200", SMALL, remedies=remedies, precisions=["fp8_block"])
+        assert made.env() == {"VLLM_USE_DEEP_GEMM_E8M0": "1"}
+        risk, notes = " ".join(made.reasons), " ".join(json.loads(made.emit("vllm"))["notes"])
+        assert ("both roundings add up" not in risk) is alike
+        assert ("--trainer-precision fp8_block_pow2 has the rollout's grid" in risk) is not alike
+        assert ("plan again with --trainer-precision fp8_block_pow2" in notes) is not alike
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,12 @@ def test_fp8_weights_need_fp8_tensor_cores_and_a_kv_cache_does_not() -> None:
     assert "compute capability 8.0): vLLM widens them" in find_gpu("a100").why_not(PRESETS["fp8_block"])
 
 
-def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:
-    """DeepGEMM's are for SM100; SM120 runs CUTLASS, with FP32 scales."""
-    assert {g.name for g in gpus() if g.e8m0_scales} == {"b200", "b300", "gb200", "gb300"}
+def test_power_of_two_scales_are_deep_gemms() -> None:
+    """It has no others on SM100, and both kinds on SM90; SM120 and Ada run CUTLASS, with FP32 scales."""
+    always, wanted = ({g.name for g in gpus() if g.has_e8m0(asked)} for asked in (False, True))
+    assert always == {"b200", "b300", "gb200", "gb300"}
+    assert wanted - always == {g.name for g in gpus() if g.architecture == "9.0"}
+    assert "h200_sxm" in wanted
 
 
 def test_a_node_is_a_host_or_an_nvlink_domain() -> None:

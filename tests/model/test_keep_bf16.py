@@ -13,13 +13,14 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.kept import Kept, kept_layers
 from fp8plan.model.architecture.parts import Layer, Mamba2
+from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.workload import Batch
+from fp8plan.model.workload import Batch, Workload
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
@@ -107,12 +108,6 @@ def test_kept_layers_lower_the_mismatch_by_their_share_of_the_quantised_ones() -
     assert (risks[0] - risks[1]) * 2 == pytest.approx(risks[0] - risks[2])
 
 
-def test_a_checkpoint_of_the_same_size_passes_the_check_of_an_engine_that_keeps_layers() -> None:
-    engine(DENSE, 1, 1).check_model(DENSE)
-    with pytest.raises(ConfigError, match=r"the plan is for Qwen/Qwen3-8B, and the model is Qwen/Qwen3-4B"):
-        engine(DENSE, 1, 1).check_model("Qwen/Qwen3-4B")
-
-
 def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path) -> None:
     fields = {
         "model": DENSE, "gpu": "h200_sxm", "engine_version": "0.33.0", "precision": "fp8_block", "seconds": 1.0,
@@ -125,10 +120,10 @@ def test_a_record_of_an_engine_that_keeps_layers_is_predicted_so(tmp_path: Path)
     assert kept.setup.remedies.keep_bf16 == (2, 1)
     assert sum(x.layers for x in kept.setup.shape.left_in_bf16() if x.name == "qkv_proj") == 3
     assert whole.group == kept.group  # speed-ups of both are over the group's bf16 record, which keeps no layers
-    facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, keep_bf16=(2, 1))
+    facts = EngineFacts(DENSE, "h200_sxm", "0.33.0", "fp8_block", kept.limits, remedies=Remedies(keep_bf16=(2, 1)))
     assert facts.setup.shape == kept.setup.shape
     assert rollout_fields(None, facts)["keep_bf16"] == [2, 1]
-    outputs = replace(facts, keep_bf16=(2, 1, "o_proj"))
+    outputs = replace(facts, remedies=Remedies(keep_bf16=(2, 1, "o_proj")))
     file.write_text(json.dumps(fields | json.loads(json.dumps(rollout_fields(None, outputs) | fields))) + "\n")
     (again,) = read_records(file)
     assert again.setup.shape == outputs.setup.shape == keeping(DENSE, (2, 1, "o_proj")).shape
@@ -155,6 +150,19 @@ def test_linears_that_cannot_be_kept_are_refused(model: str, kept: Kept, says: s
         mismatch_risk(
             ModelShape.from_hf(model), keeping(DENSE, (0, 0)).precision, [9], remedies=Remedies(keep_bf16=kept)
         )
+
+
+@pytest.mark.parametrize(("gpu", "precisions"), [("h200", ["bf16", "fp8_kv"]), ("a100-80gb", None), ("cpu", None)])
+def test_kept_layers_without_fp8_weights_are_refused(gpu: str, precisions: list[str] | None) -> None:
+    """They change nothing there, unless the trainer has FP8 linears beside them."""
+    work, model = Workload(4, 1, 16, 16), "fp8plan/dense-50m"
+    with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 1\), and no planned engine has FP8 weights; leave"):
+        plan(model, gpu, work, precisions=precisions, remedies=Remedies(keep_bf16=(1, 1)))
+    made = [
+        plan(model, gpu, work, precisions=precisions, remedies=Remedies(trainer_precision="fp8_block", keep_bf16=kept))
+        for kept in ((0, 0), (1, 1))
+    ]
+    assert made[0].choices[0].kl_k3 > made[1].choices[0].kl_k3
 
 
 def test_attention_outputs_of_a_model_without_attention_are_refused() -> None:

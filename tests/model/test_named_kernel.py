@@ -22,7 +22,8 @@ from fp8plan.model.attention_backend import (
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.mixers import mixer_costs
 from fp8plan.model.distributions import Fixed
-from fp8plan.model.emit.vllm import measured_scales, vllm_kwargs
+from fp8plan.model.emit.job import scales_in
+from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import BF16, FP8_KV
@@ -54,7 +55,7 @@ def test_no_engine_keeps_scales_that_clip_its_keys_where_another_kernel_measures
 def test_a_plan_names_triton_for_keys_that_scales_of_one_clip(gpu: str) -> None:
     engine = EngineSetup(CLIPPED, gpu, FP8_KV)
     assert vllm_kwargs(engine)["attention_backend"] == "TRITON_ATTN"
-    assert measured_scales(engine) == "calibrated"
+    assert scales_in("trl", engine, "unit") == "calibrated"
     made = plan(CLIPPED, gpu, WORKLOAD, budget=RiskBudget(accept="high"))
     assert any("TRITON_ATTN" in warning for warning in made.warnings)
     assert not any("taken to stay at 1.0" in warning for warning in made.warnings)

@@ -196,9 +196,9 @@ def test_turns_as_they_are_typed() -> None:
     assert parse_turns({"turns": "1", "turn_tokens": "300"}) == Turns(1, 300, 0, 0)
     with pytest.raises(ConfigError, match="turns need --turn-tokens, --tool-s, too; type: --turns 8"):
         parse_turns({"turns": "8", "tool_tokens": "fixed:3"})
-    with pytest.raises(ConfigError, match=r"cannot read the turns '2\.5'; allowed: TURNS or fixed:TURNS"):
+    with pytest.raises(ConfigError, match=r"turns: cannot read '2\.5'; allowed: TURNS or fixed:TURNS"):
         parse_turns(typed | {"turns": "2.5"})
-    with pytest.raises(ConfigError, match=r"cannot read the seconds '2s'.*allowed: SECONDS or fixed:SECONDS"):
+    with pytest.raises(ConfigError, match=r"tool_s: cannot read '2s'.*allowed: SECONDS or fixed:SECONDS"):
         parse_turns(typed | {"tool_s": "2s"})
 
 

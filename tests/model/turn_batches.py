@@ -76,19 +76,11 @@ class Trace(NamedTuple):
 
 def table(*trajectories: list[tuple[int, int, float]]) -> TurnTable:
     """The table of trajectories, each a list of (generated, tool, wait_s)."""
-    counts = [len(turns) for turns in trajectories]
-    generated, tool, wait_s = zip(*(turn for turns in trajectories for turn in turns), strict=True)
-    return TurnTable(
-        np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]),
-        np.array(generated),
-        np.array(tool),
-        np.array(wait_s, dtype=float),
-        np.zeros(len(generated), dtype=np.int64),
-    )
+    return TurnTable.of(trajectories)
 
 
 def batch_of(prompts: list[int], prompt_ids: list[int], turns: TurnTable) -> Batch:
-    return Batch.of_turns(np.array(prompts), turns, np.array(prompt_ids))
+    return Batch(np.array(prompts), turns.responses, np.array(prompt_ids), turns)
 
 
 def with_drops(turns: TurnTable, rng: np.random.Generator) -> TurnTable:

@@ -106,11 +106,12 @@ def test_news_their_baseline_the_threshold_and_the_reason_are_shown(tmp_path: Pa
 
 def test_a_run_with_constant_thresholds_shows_its_news(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
+    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
     from fp8plan.runtime.watch.monitor.monitor import Monitor
     from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
     path, chance = tmp_path / "run.jsonl", torch.Generator().manual_seed(0)
-    with Monitor(sinks=[JsonLines(str(path))]) as monitor:
+    with Monitor(controller=ConstantThresholds(), sinks=[JsonLines(str(path))]) as monitor:
         for sigma in (0.2, 0.2, 0.5):
             train = -9 - torch.rand(64, 64, generator=chance)
             noise = sigma * torch.randn(64, 64, generator=chance) - sigma**2 / 2

@@ -10,13 +10,13 @@ from trl.experimental.online_dpo import OnlineDPOTrainer as OfTrl
 from trl.experimental.online_dpo import online_dpo_trainer
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.trl.planned import Planned
+from fp8plan.integrations.trl.mixin import Planned
 
 
 class OnlineDPOTrainer(Planned, OfTrl):
     """trl.experimental.online_dpo.OnlineDPOTrainer with a plan for its colocated engine.
 
-    plan, choice: as for Planned
+    plan, choice, dry_run: as for Planned
 
     Raises the errors of Planned, and ConfigError for vllm_mode="server".
     """

@@ -18,14 +18,13 @@ import trl
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import metrics_of, settings_of
+from fp8plan.integrations.common import metrics_of
 from fp8plan.integrations.trl.colocated import PlannedGeneration
-from fp8plan.integrations.trl.planned import NO_ADVICE, Advice, Planned
+from fp8plan.integrations.trl.mixin import NO_ADVICE, Advice, Planned
 from fp8plan.integrations.trl.replay import Replays, refuse_other, refuse_replay
 from fp8plan.integrations.trl.server import PlannedServer
 from fp8plan.integrations.trl.settings import sampling_in
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.apply.engine.returned_experts import OPTION
 from fp8plan.runtime.watch.controller.laws import Controller
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
@@ -49,8 +48,8 @@ REPLACED: Final = (
 )
 
 
-def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
-    """TRL's correction if the user has changed one of its settings, else that of the plan's thresholds.
+def correction_of(args: Any) -> CorrectionSettings:
+    """TRL's correction if the user has changed one of its settings, else the plan's.
 
     If TRL's correction is off, the mismatch is still measured, and all weights are 1.
 
@@ -59,7 +58,7 @@ def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
     if not args.vllm_importance_sampling_correction:
         return CorrectionSettings(level=None, thresholds=Thresholds(None))
     if not changed(args):
-        return settings_of(planned)
+        return CorrectionSettings()
     mode, low, high = (getattr(args, name) for name in FIELDS)
     level, _, kind = mode.partition("_")
     if kind == "mask":  # TRL's ratio is pi_train / pi_rollout too, and a masked token weighs 0
@@ -94,7 +93,7 @@ def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
 class GRPOTrainer(Planned, trl.GRPOTrainer):
     """trl.GRPOTrainer with a plan for its engine, colocated or a server's, and a Monitor.
 
-    plan, choice: as for Planned
+    plan, choice, dry_run: as for Planned
     controller: decides the thresholds of the correction, as in Monitor
     sinks:      destinations of records, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
     router_replay: the policy's forwards use the experts that the engine picked (fp8plan.replayed); None: as the plan
@@ -124,6 +123,7 @@ class GRPOTrainer(Planned, trl.GRPOTrainer):
         controller: Controller | None = None,
         sinks: Sequence[Sink] = (),
         router_replay: bool | None = None,
+        dry_run: bool = False,
         allow_biased_sampling: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -134,7 +134,7 @@ class GRPOTrainer(Planned, trl.GRPOTrainer):
         self._controller, self._sinks = controller, sinks
         self._replays, self._router_replay = Replays(), router_replay
         self._allow_biased_sampling = allow_biased_sampling
-        super().__init__(*args, plan=plan, choice=choice, **kwargs)
+        super().__init__(*args, plan=plan, choice=choice, dry_run=dry_run, **kwargs)
 
     def _check_args(self, args: Any) -> None:
         super()._check_args(args)
@@ -148,7 +148,7 @@ class GRPOTrainer(Planned, trl.GRPOTrainer):
         if self._replaying:
             turns = self.tools or self.environment_factories or self.rollout_func
             refuse_replay(self.args, bool(turns), generation.model)
-        self._correction = correction_of(self.args, self.plan.thresholds)
+        self._correction = correction_of(self.args)
         if changed(self.args) or self._correction.level is None:
             self.plan = replace(self.plan, thresholds={})
 
@@ -162,8 +162,8 @@ class GRPOTrainer(Planned, trl.GRPOTrainer):
             print(f"fp8plan: {REPLACED}", flush=True)
         self.vllm_importance_sampling_correction = True
 
-    def _remedies(self) -> Remedies:
-        return Remedies(router_replay=bool(self._router_replay))
+    def _remedies(self) -> Mapping[str, Any]:
+        return {"router_replay": bool(self._router_replay)}
 
     def _of_engine(self) -> dict[str, Any]:
         return {OPTION: True} if self._replaying else {}

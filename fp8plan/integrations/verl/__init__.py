@@ -1,5 +1,18 @@
-"""fp8plan in verl: with `actor_rollout_ref.rollout.name=fp8plan` rollouts are planned, synced and corrected."""
+"""fp8plan in verl: with `actor_rollout_ref.rollout.name=fp8plan` rollouts are planned, synced and corrected.
 
-from typing import Final
+fp8plan.integrations.verl.planned(config, gpu="h200")  # the plan alone
+"""
 
-NAME: Final = "fp8plan"  # name of the rollout
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8plan.integrations.verl.settings import planned as planned
+
+if not TYPE_CHECKING:  # verl imports this package whenever it is imported itself
+
+    def __getattr__(name: str) -> Any:
+        if name != "planned":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fp8plan.integrations.verl.settings import planned
+
+        return planned

@@ -16,7 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
-from fp8plan.integrations.verl import NAME
+from fp8plan.errors import ConfigError
+from fp8plan.integrations.verl.name import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,24 @@ def _replica(module: Any) -> None:
     module.RolloutReplicaRegistry.register(NAME, load)
 
 
+def _configurations(module: Any) -> None:
+    module.validate_config = partial(validated, module.validate_config)
+
+
+def validated(check: Callable[..., None], config: Any, *args: Any, **more: Any) -> None:
+    """Check a configuration as verl's `check` does before it starts Ray.
+
+    Raises ConfigError for fp8plan's rollouts with verl's legacy trainer, which has no plan for them.
+    """
+    use_v1 = config.trainer.get("use_v1")
+    if config.actor_rollout_ref.rollout.name == NAME and not use_v1:
+        raise ConfigError(
+            f"rollout.name={NAME} with trainer.use_v1={use_v1}, verl's legacy trainer, which fp8plan does not extend; "
+            "type trainer.use_v1=True, or actor_rollout_ref.rollout.name=vllm, without fp8plan"
+        )
+    check(config, *args, **more)
+
+
 def _trainers(module: Any) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     registry.update({mode: partial(trainer_of, stock) for mode, stock in registry.items()})
@@ -87,6 +106,12 @@ def trainer_of(stock: Any, config: Any) -> Any:
     """verl's trainer of a mode; with fp8plan's rollouts, the planned one. stock: its class; config: verl's"""
     if config.actor_rollout_ref.rollout.name != NAME:
         return stock(config=config)
+    from fp8plan.integrations.verl.settings import settings_in
+
+    if settings_in(config).dry_run:
+        from fp8plan.integrations.verl.dry_run import DryRun
+
+        return DryRun(config)
     from fp8plan.integrations.verl.trainer import planned_class
 
     return planned_class(stock)(config=config)
@@ -96,6 +121,7 @@ REGISTRIES: Final[dict[str, Callable[[Any], None]]] = {
     "verl.workers.rollout.base": _client,
     "verl.workers.rollout.replica": _replica,
     "verl.trainer.ppo.v1": _trainers,
+    "verl.utils.config": _configurations,
 }
 
 install()

@@ -10,8 +10,8 @@ from typing import Any, Final
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
+from fp8plan.integrations.verl.name import NAME
 from fp8plan.integrations.verl.settings import check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.apply.engine.launch import facts_of, launch

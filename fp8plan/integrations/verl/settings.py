@@ -17,21 +17,23 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import TrainerSettings, plan_for, read_plan, read_settings
-from fp8plan.integrations.verl import NAME
-from fp8plan.model.architecture import ModelShape
+from fp8plan.integrations.common import TrainerSettings, check_model, print_table, read_plan, read_settings
+from fp8plan.integrations.request import Rollouts, plan_of_words, words_of
+from fp8plan.integrations.verl.name import NAME
 from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import VERLS, EngineLimits, fields_of
+from fp8plan.model.limits import VERLS, fields_of
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.risk.expected import Level, RiskBudget
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.risk.expected import Level
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.runtime.apply.engine.options import refuse_unknown
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
-from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 # ----------------------------------------------------------------------------------------------- this verl's inside
@@ -65,6 +67,7 @@ def correcting_with(correct: Any) -> Iterator[None]:
 
 WHERE: Final = "actor_rollout_ref.rollout.custom.fp8plan"
 ROLLOUT: Final = "actor_rollout_ref.rollout"
+COMPOSE: Final = "python -m verl.trainer.main_ppo ... --cfg job > FILE.yaml"  # writes a composed configuration
 PLANNED: Final = "fp8plan_plan"  # key in `custom` of the plan that the trainer hands on to the servers
 
 # Settings of verl's rollout that have one allowed value, and the reason.
@@ -87,6 +90,7 @@ class Settings(TrainerSettings, frozen=True):
     accept:  highest risk of a plan made here: low, moderate (also if it is null) or high
     gpu:     GPU of a plan made here; "auto": the GPU where verl's trainer runs
     correct: false: the mismatch is measured, and all weights are 1
+    dry_run: true: print the plan's table, and start neither engines nor training
     allow_biased_sampling: true: allow top_p, top_k and the like, which bias the correction's ratios; false: refuse
              them, unless nothing is corrected
     """
@@ -95,6 +99,7 @@ class Settings(TrainerSettings, frozen=True):
     accept: Level | None = None
     gpu: str = "auto"
     correct: bool = True
+    dry_run: bool = False
     allow_biased_sampling: bool = False
 
 
@@ -156,21 +161,28 @@ def _faults(config: Any) -> Iterator[str]:
             f"measure only +{WHERE}.correct=False"
         )
     if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
-        yield "algorithm.rollout_correction.bypass_mode is on, where there is nothing to correct; allowed: False"
+        yield (
+            "algorithm.rollout_correction.bypass_mode is on: verl then computes no log-probs of the trainer before the "
+            "update, so the mismatch cannot be measured; type algorithm.rollout_correction.bypass_mode=False"
+        )
     if rollout.tensor_model_parallel_size > (gpus := int(_nodes(config).n_gpus_per_node)):
         yield f"{ROLLOUT}.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}; allowed: {gpus}, a node's"
-    for path, name in _others(config):
-        if name == NAME:
+    for path, backend in _others(config):
+        if backend is None:
+            raise ConfigError(f"{path}.name is missing, which verl needs in any case; type {path}.name=vllm")
+        if backend == NAME:
             yield f"{path}.name is {NAME}; allowed: vllm, as these weights do not change"
 
 
-def _others(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield path and name of the rollouts of other models than the policy. By default they have the policy's name."""
+def _others(config: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield path and name of the rollouts of other models than the policy. By default a teacher has the policy's name,
+    and a reward model none.
+    """
     if OmegaConf.select(config, "distillation.enabled"):
         for teacher, settings in config.distillation.teacher_models.items():
             yield f"distillation.teacher_models.{teacher}.inference", settings.inference.name
     if config.reward.reward_model.enable:
-        yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
+        yield "reward.reward_model.rollout", OmegaConf.select(config, "reward.reward_model.rollout.name")
 
 
 def remedies_in(config: Any) -> Remedies:
@@ -232,7 +244,8 @@ def plan_of(config: Any, settings: Settings) -> Plan:
     Raises ConfigError for a plan of another engine, and the errors of `fp8plan.plan`.
     """
     if settings.plan is None:
-        made = made_plan(config, settings)
+        installed = check_vllm_version().partition("+")[0]
+        made = plan_of_words(words_of(rollouts_of(config, settings), {PlanRequest: {"engine_version": installed}}))
         return replace(made, chosen=made.index(settings.choice))
     allowed = f"the full path of a plan's JSON where verl's trainer runs, which is in {Path.cwd()}"
     read = read_plan(settings.plan, allowed)
@@ -242,46 +255,71 @@ def plan_of(config: Any, settings: Settings) -> Plan:
     fault = next(_plan_faults(plan, config), None)
     if fault is not None:
         raise ConfigError(f"{fault}, or plan again: fp8plan plan MODEL --gpu GPU --emit verl --json {settings.plan}")
-    plan.setup().check_model(str(config.actor_rollout_ref.model.path))
+    check_model(plan.setup(), str(config.actor_rollout_ref.model.path))
     return plan
 
 
-def made_plan(config: Any, settings: Settings) -> Plan:
-    """Plan the precision of the rollouts in verl's configuration."""
-    model, data = str(config.actor_rollout_ref.model.path), config.data
-    samples = int(config.actor_rollout_ref.rollout.n)
-    return plan_for(
-        model,
-        settings.gpu,
-        limits_of(config, settings.gpu),
-        responses=int(data.train_batch_size) * samples,
-        samples=samples,
-        longest_response=int(data.max_response_length),
+def rollouts_of(config: Any, settings: Settings) -> Rollouts:
+    """The rollouts of verl's configuration, of all its engines."""
+    actor, data, nodes = config.actor_rollout_ref, config.data, _nodes(config)
+    rollout, remedies = actor.rollout, remedies_in(config)
+    samples = int(rollout.n)
+    limits = {name: rollout[word] for word, name in VERLS.items()}
+    limits["enable_expert_parallel"] = rollout.expert_parallel_size > 1
+    return Rollouts(
+        int(data.train_batch_size) * samples,
+        samples,
+        int(data.max_response_length),
         longest_prompt=int(data.max_prompt_length),
-        host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
-        target="verl",
-        remedies=remedies_in(config),
-        budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
+        own={"model": str(actor.model.path), "gpu": settings.gpu, "target": "verl"},
+        limits=limits | fields_of(engine_kwargs(config)),
+        budget={} if settings.accept is None else {"accept": settings.accept},
+        remedies={
+            "router_replay": remedies.router_replay,
+            "trainer_precision": remedies.trainer_precision,
+        },
+        gpus=int(nodes.n_gpus_per_node) * int(nodes.nnodes),
     )
 
 
-def limits_of(config: Any, gpu: str) -> EngineLimits:
-    """The limits of verl's engines, their number included.
+def rollouts_in(config: Any) -> Rollouts:
+    """The rollouts of a configuration of verl's, if fp8plan's engines can run them.
 
-    gpu: as find_gpu takes it. Raises ConfigError for a model that is unknown or not modelled.
+    config: composed; or the path of its YAML. Without fp8plan's rollouts it may have verl's own quantisation, in whose
+    place the plan has every precision
+
+    Raises ConfigError for any other file or configuration.
     """
-    rollout, nodes = config.actor_rollout_ref.rollout, _nodes(config)
-    gpus = int(nodes.n_gpus_per_node) * int(nodes.nnodes)
-    shape = ModelShape.from_hf(str(config.actor_rollout_ref.model.path))
-    limits: dict[str, Any] = {name: rollout[word] for word, name in VERLS.items()}
-    limits["max_model_len"] = rollout.max_model_len or shape.context.derived(check_vllm_version())
-    limits["enable_expert_parallel"] = rollout.expert_parallel_size > 1
-    limits["data_parallel_size"] = max(1, gpus // rollout.tensor_model_parallel_size)
-    limits |= fields_of(engine_kwargs(config))
-    card = find_gpu(gpu)
-    if card.is_cpu:
-        del limits["gpu_memory_utilization"]
-    return EngineLimits.for_gpu(card, shape.recurrent, **limits)
+    where = "the configuration"
+    if isinstance(config, (str, Path)):
+        where = str(config)
+    try:
+        read = OmegaConf.load(config) if isinstance(config, (str, Path)) else OmegaConf.create(config)
+        settings, rollout = settings_in(read), read.actor_rollout_ref.rollout
+        if rollout.name != NAME:
+            with open_dict(rollout):
+                rollout.update(quantization=None, quantization_config_file=None)
+        refuse(read)
+        return rollouts_of(read, settings)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where} is not verl's composed configuration: {reason:.200}; type: {COMPOSE}") from None
+
+
+def planned(config: Any, **fields: Any) -> Plan:
+    """Print the table of the plan that verl's configuration asks for, and return the plan. Nothing is started.
+
+    With the same GPU, a trainer without a saved plan chooses from the same table.
+
+    config: composed by hydra; or the path of its YAML
+    fields: of PlanRequest, as `fp8plan.plan` takes them, which go before the configuration, such as gpu="h200"
+
+    Raises ConfigError as `rollouts_in` does, and the errors of `fp8plan.plan`.
+    """
+    refuse_names("planned", fields, tuple(PlanRequest.__dataclass_fields__))
+    plan = plan_of_words(words_of(rollouts_in(config), {PlanRequest: fields}))
+    print_table(plan)
+    return plan
 
 
 def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state, settings_of
+from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state
 from fp8plan.integrations.verl.settings import (
     WHERE,
     Settings,
@@ -29,12 +30,14 @@ from fp8plan.integrations.verl.settings import (
     settings_in,
 )
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.expected import THRESHOLD
 from fp8plan.runtime.apply.engine.options import remarks
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.correction.verl import from_verl
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import Observation
+from fp8plan.runtime.watch.mismatch.metrics import SLOTS
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.monitor import Monitor
 from fp8plan.runtime.watch.monitor.record import Step
@@ -67,9 +70,10 @@ class PlannedTrainer:
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
         self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
-        self._controller = self._settings.controller(self._correction)  # bad settings raise before engines start
+        # Bad settings raise before engines start.
+        self._controller = self._settings.controller(self._correction, self.plan)
         announce(self.plan, self._settings.plan or "auto", self._settings.choice)
-        for text in (*self.plan.reasons, *self.plan.warnings):
+        for text in self.plan.warnings:
             logger.info("fp8plan: %s", text)
         for remark in remarks(engine_kwargs(config)):
             logger.warning("fp8plan: %s", remark)
@@ -109,7 +113,7 @@ class PlannedTrainer:
 
         def correct(data: Any, _: Any) -> tuple[Any, dict[str, float]]:
             corrected.append(True)
-            return data, self._step(data)
+            return data, self._step(data, versions_of(batch.tags))
 
         with correcting_with(correct):
             computed = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
@@ -120,8 +124,11 @@ class PlannedTrainer:
             )
         return computed
 
-    def _step(self, data: Any) -> dict[str, float]:
-        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log."""
+    def _step(self, data: Any, versions: list[int] | None) -> dict[str, float]:
+        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log.
+
+        versions: [batch] versions of the weights that sampled; None if they are not known
+        """
         seen = self._seen()
         rollouts = [server["rollout"] for server in seen if server["rollout"] is not None] if self._timed else []
         slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # which ends the rollout
@@ -130,6 +137,7 @@ class PlannedTrainer:
             batch["old_log_probs"],
             batch["rollout_log_probs"],
             batch["response_mask"].bool(),
+            versions=versions,
             rollout=None if slowest is None else Observation(**slowest),
             sampling=Sampling.mixed(rollout["sampling"] for rollout in rollouts) or self._sampling,
         )
@@ -181,6 +189,20 @@ class PlannedTrainer:
             self.monitor.load_state_dict(state)
 
 
+def versions_of(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """The version of the weights that began each trajectory, from verl's tags of a batch; None if one has none.
+
+    A tag has the first and the last version, but not the tokens of each. By the first, all tokens of the newest version
+    are fresh. Versions that are too old for the Monitor's SLOTS count as the oldest that fits.
+    """
+    versions = [tag.get("min_global_steps") for tag in tags]
+    known = [version for version in versions if version is not None]
+    if not known or len(known) < len(versions):
+        return None
+    oldest = max(known) - SLOTS + 1
+    return [max(version, oldest) for version in known]
+
+
 def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:
     """The correction to begin with, and the plan without the thresholds that it replaces.
 
@@ -188,8 +210,11 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
     rollout_correction that fp8plan does not have.
     """
     if not settings.correct:
-        return CorrectionSettings(level=None), replace(plan, thresholds={})
+        return CorrectionSettings(level=None, thresholds=Thresholds(None)), replace(plan, thresholds={})
     of_verl = config.algorithm.get("rollout_correction") or {}
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
-        return settings_of(plan.thresholds), plan
-    return from_verl(OmegaConf.to_container(of_verl, resolve=True)), replace(plan, thresholds={})
+        return CorrectionSettings(), plan
+    asked = from_verl(OmegaConf.to_container(of_verl, resolve=True))
+    if (asked.level, asked.thresholds) == ("token", Thresholds(plan.thresholds.get(THRESHOLD))):
+        return replace(asked, thresholds=None), plan  # the words of `fp8plan emit`, which repeat the plan
+    return asked, replace(plan, thresholds={})

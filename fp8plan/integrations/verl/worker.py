@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
                 updates.start()
             if not pairs:  # the last bucket may be empty
                 return
+            pairs = [part for name, tensor in pairs for part in self._fp8plan_experts(name, tensor)]
             sink = updates.announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
             numbers = {entry.name: number for number, entry in enumerate(sink.manifest)}
             # Copies, as verl reuses a bucket's memory, and vLLM's reload keeps tensors until a layer is complete.
@@ -57,6 +58,21 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
             raise ConfigError(failures[0])
         updates.loaded(time.perf_counter() - begun, buckets.count)
         updates.finish()
+
+    def _fp8plan_experts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a tensor as the checkpoint has it. Transformers has all experts of a layer in one, [experts, rows,
+        columns]. verl undoes that (unfuse_moe_params), but not for a policy whose LoRA it merges.
+        """
+        layer, _, part = name.rpartition(".")
+        fused = layer.endswith(".mlp.experts") and tensor.dim() == 3
+        if not fused or self.model_config.hf_config.model_type == "gpt_oss":  # whose checkpoints are fused
+            yield name, tensor
+            return
+        parts = {part: tensor}
+        if part == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        for number in range(len(tensor)):
+            yield from ((f"{layer}.{number}.{part}.weight", experts[number]) for part, experts in parts.items())
 
     def _fp8plan_updates(self) -> Updates:
         if not hasattr(self, "_fp8plan_of_verl"):

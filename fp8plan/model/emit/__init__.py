@@ -1,1 +1,1 @@
-"""Settings for others' programs: vLLM, verl, TRL."""
+"""Settings for others' programs: vLLM and trainers, with fp8plan and without."""

@@ -67,6 +67,8 @@ class Trainer:
 
     def words(self, remedies: Remedies) -> tuple[str, ...]:
         """The words for these remedies, in their order. Raises ConfigError for a remedy that it does not have."""
+        if remedies.router_replay and not self.router_replay:
+            raise ConfigError(f"{self.name} does not replay experts; plan again without --router-replay")
         words = self.router_replay if remedies.router_replay else ()
         precision = remedies.trainer_precision
         if precision == BF16:
@@ -81,20 +83,17 @@ class Trainer:
         return " ".join(shlex.quote(word) if "'" in word else word for word in self.words(remedies))
 
 
-def _megatron(
-    recipes: tuple[str, ...], scales: str, *more: str, of_blocks: tuple[str, ...] = ()
-) -> dict[str, tuple[str, ...]]:
+def _megatron(recipes: tuple[str, ...], scales: str, *more: str) -> dict[str, tuple[str, ...]]:
     """The words of a trainer on Megatron-Core with TransformerEngine.
 
     Megatron-Core's guide to low-precision training has the recipes. Of them verl's, slime's and SkyRL's pages show
     blockwise alone.
 
-    recipes:   texts that end in the name of a recipe (fp8_recipe of Megatron-Core's TransformerConfig)
-    scales:    text with {} for the value of FP32_SCALES
-    more:      further words, for all recipes
-    of_blocks: further words for blocks
+    recipes: texts that end in the name of a recipe (fp8_recipe of Megatron-Core's TransformerConfig)
+    scales:  text with {} for the value of FP32_SCALES
+    more:    further words, for all recipes
     """
-    blocks = (*more, *(f"{recipe}blockwise" for recipe in recipes), *of_blocks)
+    blocks = (*more, *(f"{recipe}blockwise" for recipe in recipes))
     return {
         BLOCK: (*blocks, scales.format("1")),
         POW2: (*blocks, scales.format("0")),
@@ -145,8 +144,8 @@ SLIME: Final = Trainer(
     _megatron(("--fp8-recipe ",), f"{FP32_SCALES}={{}}", "--transformer-impl transformer_engine", "--fp8-format e4m3"),
 )
 
-# SkyRL: PR 1273 and docs/content/docs/algorithms/off_policy_correction.mdx; PR 1898 (the sync sends the trainer's own
-# blocks). It hands FP32_SCALES of the environment on, by default 1 on Hopper (prepare_runtime_environment).
+# SkyRL 0.3.0: PR 1273, docs/content/docs/algorithms/off_policy_correction.mdx. It hands FP32_SCALES of the environment
+# on, by default 1 on Hopper (prepare_runtime_environment).
 _TRANSFORMER: Final = "trainer.policy.megatron_config.transformer_config_kwargs"
 SKYRL: Final = Trainer(
     "SkyRL",
@@ -159,7 +158,6 @@ SKYRL: Final = Trainer(
         (f"{_TRANSFORMER}.fp8_recipe=",),
         f"{FP32_SCALES}={{}}",
         f"{_TRANSFORMER}.fp8=e4m3",
-        of_blocks=("generator.inference_engine.fp8_weight_sync_mode=auto",),
     ),
 )
 
@@ -174,6 +172,9 @@ PRIME_RL: Final = Trainer(
 
 # No file of TRL 1.16 names routed experts or a recipe of FP8. fp8plan's trainer replays (fp8plan/integrations/trl).
 TRL: Final = Trainer("TRL", ("fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)",), {})
+
+# OpenRLHF 0.11.2: openrlhf/cli/train_ppo_ray.py names neither.
+OPENRLHF: Final = Trainer("OpenRLHF", (), {})
 
 TRAINERS: Final = (VERL, TRL, NEMO_RL, SLIME, SKYRL, PRIME_RL)
 

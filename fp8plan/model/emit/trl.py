@@ -8,24 +8,15 @@ with fp8plan's weight-transfer backend and fp8plan's trainer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.concurrent import concurrent_notes
+from fp8plan.model.emit.job import Job
+from fp8plan.model.emit.notes import mismatch_notes, replicas_note, shared_gpu_note
 from fp8plan.model.emit.trainers import TRL
-from fp8plan.model.emit.vllm import (
-    Job,
-    measured_notes,
-    refuse_for,
-    replicas_note,
-    serve_command,
-    shared_gpu_note,
-    vllm_env,
-    vllm_kwargs,
-)
-from fp8plan.model.risk.expected import THRESHOLD
+from fp8plan.model.emit.vllm import serve_command, vllm_env, vllm_kwargs
 from fp8plan.model.setup import EngineSetup
 
 MODES: Final = ("auto", "colocate", "server")
@@ -54,21 +45,22 @@ _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for anything that TRL cannot do."""
-    refuse_for(job, "TRL")
+    job.refuse("TRL")
     TRL.words(job.setup.remedies)  # refuses those that it does not have
     limits = job.setup.limits
     samples = job.tokens("samples")
     if samples < 2:
         raise ConfigError("TRL's GRPO needs at least 2 samples per prompt, the workload has 1; use --samples 2 or more")
+    resolved = _resolve(job, mode)
     config = {
         "use_vllm": True,
-        "vllm_mode": _resolve(job, mode),
+        "vllm_mode": resolved,
         "num_generations": samples,
         "generation_batch_size": job.tokens("prompts") * samples,
         "max_completion_length": job.tokens("max_response_tokens"),
-        **_correction(job.thresholds),
+        **_correction(job.tis if _is_ours(resolved, job.setup) else job.constant_tis),
     }
-    if config["vllm_mode"] == "colocate":
+    if resolved == "colocate":
         config |= {
             "vllm_gpu_memory_utilization": limits.gpu_memory_utilization,
             "vllm_max_model_length": limits.max_model_len,
@@ -115,7 +107,7 @@ def _settings(job: Job) -> dict[str, Any]:
     """The settings as plain data, as `emit_trl` gives them."""
     config, env, setup = trl_config(job), vllm_env(job.setup), job.setup
     served = config["vllm_mode"] == "server"
-    ours = served or _by_fp8plan(setup)
+    ours = _is_ours(config["vllm_mode"], setup)
     notes = []
     if served:
         env |= _SERVER_ENV
@@ -132,8 +124,13 @@ def _settings(job: Job) -> dict[str, Any]:
         "trainer": f"GRPOTrainer(..., plan={plan}, choice={choice})  {_IMPORT}" if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
-        "notes": notes + concurrent_notes(job.workload, "trl") + measured_notes(job),
+        "notes": notes + concurrent_notes(job.workload, job.target) + mismatch_notes(job),
     }
+
+
+def _is_ours(mode: str, setup: EngineSetup) -> bool:
+    """True if fp8plan's trainer runs the plan, whose C tightens from its start. TRL's own keeps its C."""
+    return mode == "server" or _by_fp8plan(setup)
 
 
 def _by_fp8plan(setup: EngineSetup) -> bool:
@@ -179,13 +176,13 @@ def _colocate_problems(job: Job) -> list[str]:
     return problems
 
 
-def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _correction(tis: float | None) -> dict[str, Any]:
     """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
-    if THRESHOLD not in thresholds:
+    if tis is None:
         return {"vllm_importance_sampling_correction": False}
     return {
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_clip_max": thresholds[THRESHOLD],
+        "vllm_importance_sampling_clip_max": tis,
     }

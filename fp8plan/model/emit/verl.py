@@ -1,67 +1,87 @@
-"""A planned engine as Hydra overrides for verl 0.9.1 (verl/trainer/config/ppo_trainer.yaml), with fp8plan's rollouts.
+"""A planned engine as Hydra overrides for verl 0.9.1 (verl/trainer/config/ppo_trainer.yaml).
 
-fp8plan.integrations.verl reads the plan's file. The overrides repeat only the limits that verl has words for.
+With fp8plan's rollouts, fp8plan.integrations.verl reads the plan's file, and the overrides repeat only the limits that
+verl has words for. Without fp8plan they have verl's own words for the precision. `quantization=fp8` are blocks of
+128 x 128 without the routers (`_apply_quantization` of vllm_async_server.py); any other argument reaches vLLM through
+`engine_kwargs`.
 """
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Mapping
 from typing import Any, Final
 
 from fp8plan.model.emit.concurrent import concurrent_notes
+from fp8plan.model.emit.job import Job
+from fp8plan.model.emit.notes import grid_notes, mismatch_notes, replicas_note, shared_gpu_note
+from fp8plan.model.emit.spelling import hydra, pasted
+from fp8plan.model.emit.stock import Stock, engine_words, notes
 from fp8plan.model.emit.trainers import VERL
-from fp8plan.model.emit.vllm import (
-    Job,
-    grid_notes,
-    measured_notes,
-    model_name,
-    refuse_for,
-    replicas_note,
-    shared_gpu_note,
-)
+from fp8plan.model.emit.vllm import vllm_env
 from fp8plan.model.limits import VERLS
-from fp8plan.model.risk.expected import THRESHOLD
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CORRECTION: Final = "algorithm.rollout_correction"
-_PLAIN_TEXT: Final = re.compile(r"[A-Za-z/][\w./-]*")  # Hydra's grammar takes it without quotes
-_RESERVED: Final = {"null", "true", "false", "inf", "nan"}
+_REPLICAS: Final = "trainer.nnodes * trainer.n_gpus_per_node decides it"
+_PASTE: Final = "the end of: python -m verl.trainer.main_ppo ..."
+
+STOCK: Final = Stock(
+    title="verl 0.9.1",
+    paste=_PASTE,
+    engine="vLLM 0.24",
+    words={
+        "model": "actor_rollout_ref.model.path",
+        **{field: f"{_ROLLOUT}.{word}" for word, field in VERLS.items()},
+        "expert_ranks": f"{_ROLLOUT}.expert_parallel_size",
+    },
+    passed=f"+{_ROLLOUT}.engine_kwargs.vllm.",
+    omitted=("quantization", "quantization_config"),
+    trainer=VERL,
+    keeps=False,
+)
 
 
 def verl_overrides(job: Job) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for anything that verl cannot do."""
-    refuse_for(job, "verl")
-    settings = {**_model_settings(job), **_rollout_settings(job), **_correction(job.thresholds)}
-    return [*(f"{key}={_hydra(value)}" for key, value in settings.items()), *_remedies(job)]
+    job.refuse("verl")
+    settings = {"actor_rollout_ref.model.path": job.setup.path, **_batch(job), **_planned_rollout(job)}
+    return [*_spelled(settings | _correction(job.tis)), *_remedies(job)]
 
 
 def emit_verl(job: Job) -> str:
-    """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`.
-
-    Each line but the last ends in a continuation. The comments come last, as bash would drop any words after them.
-    """
+    """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`."""
     setup = job.setup
-    engine = f"{model_name(setup)} on {setup.gpu.name}, {setup.precision.name}"
-    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    notes = [
-        f"fp8plan: {engine}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
+    engine = f"{job.model_name} on {setup.gpu.name}, {setup.precision.name}"
+    comments = [
+        f"fp8plan: {engine}; {_PASTE}, with fp8plan installed on each node",
         job.plan_note,
-        f"{mini} is yours to set: at most {job.tokens('prompts')}, data.train_batch_size (verl's default is 256)",
-        replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
+        _mini_batch(job),
+        replicas_note(setup, _REPLICAS),
         shared_gpu_note(setup),
-        *concurrent_notes(job.workload, "verl"),
-        *measured_notes(job),
+        *concurrent_notes(job.workload, job.target),
+        *mismatch_notes(job),
         *grid_notes(job),
     ]
-    words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
-    return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
+    return pasted([[word] for word in verl_overrides(job)], comments)
 
 
-def _model_settings(job: Job) -> dict[str, Any]:
+def emit_verl_stock(job: Job) -> str:
+    """The same for a verl without fp8plan."""
+    engine = engine_words(job, STOCK)
+    settings = {**_batch(job), f"{_ROLLOUT}.name": "vllm", f"{_ROLLOUT}.n": job.tokens("samples"), **engine}
+    if job.setup.precision.in_blocks:
+        settings[f"{_ROLLOUT}.quantization"] = "fp8"
+    for name, value in vllm_env(job.setup).items():
+        settings[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = value
+    words = [*_spelled(settings | _correction(job.constant_tis)), *_remedies(job)]
+    return pasted([[word] for word in words], notes(job, STOCK, _REPLICAS, _mini_batch(job)))
+
+
+def _spelled(settings: dict[str, Any]) -> list[str]:
+    return [hydra(key, value) for key, value in settings.items()]
+
+
+def _batch(job: Job) -> dict[str, Any]:
     return {
-        "actor_rollout_ref.model.path": job.setup.path,
         # Prompts of a whole step, on all replicas: verl repeats each rollout.n times (utils/config.py).
         "data.train_batch_size": job.tokens("prompts"),
         "data.max_prompt_length": job.tokens("max_prompt_tokens"),
@@ -69,7 +89,12 @@ def _model_settings(job: Job) -> dict[str, Any]:
     }
 
 
-def _rollout_settings(job: Job) -> dict[str, Any]:
+def _mini_batch(job: Job) -> str:
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    return f"{mini} is yours to set: at most {job.tokens('prompts')}, data.train_batch_size (verl's default is 256)"
+
+
+def _planned_rollout(job: Job) -> dict[str, Any]:
     limits = job.setup.limits
     settings: dict[str, Any] = {
         "name": "fp8plan",
@@ -93,23 +118,8 @@ def _remedies(job: Job) -> list[str]:
     return ["model_engine=megatron", *words] if words else []
 
 
-def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
+def _correction(tis: float | None) -> dict[str, Any]:
     settings: dict[str, Any] = {"rollout_is": None, "rollout_rs": None}
-    if THRESHOLD in thresholds:
-        settings |= {"rollout_is": "token", "rollout_is_threshold": float(thresholds[THRESHOLD])}
+    if tis is not None:
+        settings |= {"rollout_is": "token", "rollout_is_threshold": float(tis)}
     return {f"{_CORRECTION}.{key}": value for key, value in settings.items()}
-
-
-def _hydra(value: Any) -> str:
-    """Write `value` in the grammar of Hydra overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, str):
-        return repr(value)
-    if _PLAIN_TEXT.fullmatch(value) and value.lower() not in _RESERVED:
-        return value
-    # A backslash is only special before a quote, where it doubles; "${" would start an interpolation.
-    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value).replace("${", "\\${")
-    return f"'{escaped}'"

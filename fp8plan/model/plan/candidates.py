@@ -111,9 +111,9 @@ def candidates(request: PlanRequest) -> list[Candidate]:
 
     A replica stays in a node, unless the model fits no node. Those of verl always do.
 
-    Raises ConfigError if a precision of the request is not possible on this GPU, or `keep_bf16` in this model. If no
-    candidate can run, raises CapacityError with the reason of the largest replica with the smallest weights, else
-    ConfigError with the first.
+    Raises ConfigError for a precision that this GPU does not have, and for a `keep_bf16` that the model does not allow,
+    or that changes nothing. If no candidate can run, raises CapacityError with the reason of the largest replica with
+    the smallest weights, else ConfigError with the first.
     """
     shape, card, limits, gpus = request.shape, request.card, request.engine, request.gpus
     shape.keeping_bf16(request.remedies.keep_bf16)  # refuses numbers that no FP8 weights would have
@@ -130,11 +130,21 @@ def candidates(request: PlanRequest) -> list[Candidate]:
     if none_fits and gpus is not None and request.target != "verl":
         tried += placed(_over_nodes(shape, limits, gpus, card))
     if any(c.memory for c in tried):
+        _check_kept(tried)
         return tried
     reasons = [c for c in tried if shape.why_not(c.setup.precision) is None] or tried
     if unfit := [c for c in reasons if c.unfit]:
         raise CapacityError(min(unfit, key=_weights_of_a_rank).reason)
     raise ConfigError(reasons[0].reason)
+
+
+def _check_kept(tried: Sequence[Candidate]) -> None:
+    """Raise ConfigError for `keep_bf16` where all linears are in BF16: those of every engine, and of the trainer."""
+    remedies = tried[0].setup.remedies
+    fp8 = any(c.setup.precision.weights != "bf16" and (c.memory or c.unfit) for c in tried)
+    if any(remedies.keep_bf16) and not fp8 and remedies.trainer_precision == "bf16":
+        allowed = "leave --keep-bf16 out, or plan fp8_block on a GPU with FP8"
+        raise ConfigError(f"keep_bf16 is {remedies.keep_bf16}, and no planned engine has FP8 weights; {allowed}")
 
 
 def _weights_of_a_rank(candidate: Candidate) -> int:

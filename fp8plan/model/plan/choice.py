@@ -281,12 +281,9 @@ def plain_fields(record: Any) -> None:
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, dict):
-            plain: Any = _plain_dict(value, f.name)
+            object.__setattr__(record, f.name, _plain_dict(value, f.name))
         elif hasattr(value, "item"):
-            plain = value.item()
-        else:
-            continue
-        object.__setattr__(record, f.name, plain)
+            object.__setattr__(record, f.name, value.item())
 
 
 def _plain_dict(value: dict[str, Any], name: str) -> Any:
@@ -425,6 +422,12 @@ class Answer:
     def picked(self) -> Choice:
         """The chosen choice."""
         return self.choices[self.chosen]
+
+    @property
+    def bf16(self) -> Choice | None:
+        """BF16 on the layout of the chosen choice; None if it cannot run."""
+        alike = (c for c in self.choices if c.precision == "bf16" and c.layout == self.picked.layout and c.available)
+        return next(alike, None)
 
     @property
     def of_the_step(self) -> str:

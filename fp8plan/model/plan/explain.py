@@ -84,12 +84,11 @@ def _moved(mine: Rollout, theirs: Rollout) -> tuple[str, float, float]:
 def where_from(answer: Answer) -> list[str]:
     """Sentences on the preemptions that FP8 saves, and on the parts of the time of a rollout and of its tail."""
     sentences, picked, rollout = [], answer.picked, answer.rollout(answer.picked)
-    same_layout = [c for c in answer.choices if c.available and c.layout == picked.layout]
-    baseline = next((c for c in same_layout if c.precision == "bf16"), None)
-    if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
+    bf16 = answer.bf16
+    if bf16 is not None and bf16.preemptions and (picked.preemptions or 0) < bf16.preemptions:
         sentences.append(
-            f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,} with bf16, "
-            f"so preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
+            f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {bf16.kv_cache_tokens:,} with bf16, "
+            f"so preemptions fall from {bf16.preemptions:,} to {picked.preemptions:,}."
         )
     sentences.append(f"The time goes to {_largest(rollout.parts)}.")
     if "front" in rollout.parts:

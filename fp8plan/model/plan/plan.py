@@ -8,24 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
-from fp8plan.model.emit import vllm
-from fp8plan.model.emit.vllm import Job, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
-from fp8plan.model.risk.expected import LEVELS, RiskBudget, check_thresholds
+from fp8plan.model.plan.choice import Choice, plain_fields, seconds, several_layouts
+from fp8plan.model.risk.expected import LEVELS, THRESHOLD, RiskBudget, check_thresholds
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
-from fp8plan.model.shards import check_target
+from fp8plan.model.shards import check_target, why_not_shardable
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
 from fp8plan.version import __version__, check_starts
+
+if TYPE_CHECKING:
+    from fp8plan.model.emit.job import Job
 
 WITH_REMEDIES: Final = 8  # minor version of the schema that added them
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
@@ -240,7 +241,9 @@ class Plan:
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engine of the chosen choice, or of the one that is named, with data_parallel_size replicas."""
         picked = self.select(choice)
-        longest = sum(vllm.workload_tokens(self.workload, f"max_{part}_tokens") for part in ("prompt", "response"))
+        from fp8plan.model.emit.job import workload_tokens
+
+        longest = sum(workload_tokens(self.workload, f"max_{part}_tokens") for part in ("prompt", "response"))
         limits = replace(
             self.limits,
             max_model_len=self.limits.max_model_len or longest,
@@ -273,20 +276,24 @@ class Plan:
         Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts, and for a vLLM before the
         supported ones.
         """
-        return vllm.vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
+        from fp8plan.model.emit.vllm import vllm_kwargs
+
+        return vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
-        return vllm.vllm_env(self.setup(choice))
+        from fp8plan.model.emit.vllm import vllm_env
+
+        return vllm_env(self.setup(choice))
 
     def verl_overrides(self, choice: int | str | None = None) -> list[str]:
         """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1), with fp8plan.integrations.verl.
 
         fp8plan measures the scales of an FP8 cache after each weight sync.
         """
-        from fp8plan.model.emit import verl
+        from fp8plan.model.emit.verl import verl_overrides
 
-        return verl.verl_overrides(self._job("verl", choice))
+        return verl_overrides(self._job("verl", choice))
 
     def trl_config(self, choice: int | str | None = None, mode: str = "auto") -> dict[str, Any]:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
@@ -297,9 +304,9 @@ class Plan:
 
         fp8plan measures the scales of an FP8 cache after each weight sync.
         """
-        from fp8plan.model.emit import trl
+        from fp8plan.model.emit.trl import trl_config
 
-        return trl.trl_config(self._job("trl", choice), mode)
+        return trl_config(self._job("trl", choice), mode)
 
     def emit(
         self,
@@ -311,13 +318,14 @@ class Plan:
     ) -> str:
         """Text for `fp8plan emit` and `fp8plan plan --emit`.
 
-        vllm: JSON {"engine_args", "env", "command", "notes"}
-        verl: Hydra overrides to paste after `python -m verl.trainer.main_ppo \\`, comments behind them
+        vllm: JSON {"engine_args", "env", "notes"}
         trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, and
               the command of a vLLM server; each null if there is none
+        prime-rl: TOML. Others: words to paste into a shell. Comments stand behind both
 
-        kv_scales: for vllm: "unit", as it leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate
-                   them. In verl and TRL fp8plan measures them
+        target:    one of fp8plan.model.shards.TARGETS
+        kv_scales: "unit", as vLLM leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them. In
+                   verl and TRL fp8plan measures them, and NeMo RL does itself
         plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so
         python:    trl: Python to paste instead of JSON, `training_args = GRPOConfig(...)` and comments
 
@@ -325,13 +333,13 @@ class Plan:
         cannot do, and if K and V scales of 1.0 are riskier than the plan accepts. So it does without a `choice` where
         no choice is within the risk budget.
         """
-        from fp8plan.model.emit import trl, verl
+        from fp8plan.model.emit.targets import EMITTERS
+        from fp8plan.model.emit.trl import emit_trl_python
 
         check_target(target)
         if choice is None:
             self._check_budget(target)
-        emitters = {"vllm": vllm.emit_vllm, "verl": verl.emit_verl, "trl": trl.emit_trl}
-        emitter = trl.emit_trl_python if python and target == "trl" else emitters[target]
+        emitter = emit_trl_python if python and target == "trl" else EMITTERS[target]
         return emitter(self._job(target, choice, kv_scales, plan_file))
 
     def _check_budget(self, target: str) -> None:
@@ -347,35 +355,58 @@ class Plan:
         )
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str = "unit", plan_file: str | None = None) -> Job:
-        """The input of `target`'s settings for one choice. kv_scales: those of vLLM's own engine
+        """The input of `target`'s settings for one choice. kv_scales: as in `emit`
 
         Raises ConfigError if its K and V scales are too risky, or if the plan is of a vLLM that is not started.
         """
+        from fp8plan.model.emit.job import Job, scales_in
+        from fp8plan.model.emit.notes import check_risk
+
         check_starts(self.engine_version)
         check_kv_scales(kv_scales)
-        setup = self.setup(choice)
-        if target != "vllm":
-            kv_scales = measured_scales(setup)
-        picked = self.select(choice)
-        refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
-        number = self.index(choice)
-        word = picked.precision if self.index(picked.precision) == number else number
-        counted = self.kv_scales == "calibrated"
+        picked, setup, number = self.select(choice), self.setup(choice), self.index(choice)
+        reason = self._refusal(number, target)
         job = Job(
-            setup, self.workload, self.thresholds, picked, counted, self.budget, kv_scales, word, plan_file, refused
+            target=target,
+            setup=setup,
+            workload=self.workload,
+            tis=self.thresholds.get(THRESHOLD),
+            picked=picked,
+            counted=self.kv_scales == "calibrated",
+            budget=self.budget,
+            kv_scales=scales_in(target, setup, kv_scales),
+            choice=picked.precision if self.index(picked.precision) == number else number,
+            plan_file=plan_file,
+            refused=f"{reason}; {self._way_out(number, target)}" if reason else "",
         )
-        vllm.check_risk(job)
+        check_risk(job)
         return job
 
-    def _way_out(self, choice: Choice, target: str) -> str:
-        """Advice for a choice that `target` cannot start: the next best choice, or another plan."""
-        again = f"plan again with --emit {target}"
-        known = [(i, c) for i, c in enumerate(self.choices) if c.available and target not in c.refused_by]
-        safe = [(i, c) for i, c in known if c.riskiness <= choice.riskiness]
+    def _refusal(self, number: int, target: str) -> str:
+        """The reason why `target` cannot start a choice that vLLM can; "" if it can."""
+        choice, setup = self.choices[number], self.setup(number)
+        if target in choice.refused_by:
+            return choice.refused_by[target]
+        shape = setup.known_shape
+        if shape is None or shape.stored is not None:
+            return ""
+        return why_not_shardable(shape, setup.precision, choice.tensor_parallel, target, setup.limits.cut[1]) or ""
+
+    def _way_out(self, number: int, target: str) -> str:
+        """Advice for a choice that `target` cannot start: the best one that it can, or another plan."""
+        again, refused = f"plan again with --emit {target}", self.choices[number]
+        safe = [
+            (index, choice)
+            for index, choice in enumerate(self.choices)
+            if choice.available and choice.riskiness <= refused.riskiness and not self._refusal(index, target)
+        ]
         if not safe:
             return f"{again}, which looks for another layout"
         index, best = min(safe, key=lambda pair: pair[1].seconds)
+        cost = ""
+        if best.makespan_s is not None and refused.makespan_s is not None:
+            cost = f", in {seconds(best.makespan_s)} s instead of {seconds(refused.makespan_s)} s"
         return (
             f"the next best is choice {index}, {best.precision} at {best.sizes} with "
-            f"{best.data_parallel} replica(s): --choice {index} (in Python choice={index}), or {again}"
+            f"{best.data_parallel} replica(s){cost}: --choice {index} (in Python choice={index}), or {again}"
         )

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, update_wrapper
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, Self, TypeVar
 
 from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
@@ -25,13 +25,13 @@ from fp8plan.model.risk.expected import BUDGET_OPTIONS, RiskBudget
 from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
-from fp8plan.model.shards import check_target
+from fp8plan.model.shards import TARGETS, check_target
 from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
 from fp8plan.model.workload import WORKLOAD_OPTIONS, Batch, Workload
 from fp8plan.model.workload_turns import TURN_OPTIONS
-from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option
+from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option, Words
 from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION, planned_version
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -78,7 +78,7 @@ class PlanRequest:
                     and the reasons name it. Without effect where verl or TRL sends. None: syncs send all of BF16
     optimizer:      with it, one of fp8plan.model.weight_changes.OPTIMIZERS; None: adamw
     top_k:          with it, also a sparse sync, which is not lossless; None: all modes are
-    target:         the program that starts the engines, "vllm", "verl" or "trl". Each cuts FP8 weights in its own way
+    target:         the program that starts the engines, one of fp8plan.model.shards.TARGETS
     profile:        used instead of the best known one
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
@@ -166,7 +166,7 @@ class PlanRequest:
         Option(
             None,
             "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
-            "unit with --emit vllm, else calibrated",
+            "unit where --emit names a program that measures none, else calibrated",
             "--kv-scales",
             kind=str,
         ),
@@ -208,6 +208,24 @@ class PlanRequest:
                 f"top_k is {self.top_k}, and {self.sender}'s own sync sends no patches; leave one of them out"
             )
 
+    @classmethod
+    def of(cls, words: Words, **made: Any) -> Self:
+        """The request of the fields that are set: its own, and those of the dataclasses in it.
+
+        words: has at least model and gpu of this class; made: fields of this class that go before
+
+        Raises ConfigError as this class and those in it do.
+        """
+        own = words[cls]
+        card, shape = find_gpu(own["gpu"]), ModelShape.from_hf(own["model"])
+        parts: dict[str, Any] = {
+            "limits": EngineLimits.for_gpu(card, shape.recurrent, **words.get(EngineLimits, {})),
+            "trainer": StepTimes(**words[StepTimes]) if words.get(StepTimes) else None,
+            "budget": RiskBudget(**words.get(RiskBudget, {})),
+            "remedies": Remedies(**words.get(Remedies, {})),
+        }
+        return cls(**{**parts, **own, "model": shape, "gpu": card, **made})
+
     @cached_property
     def shape(self) -> ModelShape:
         """The model, read. Raises ConfigError for one that is unknown or not modelled."""
@@ -230,13 +248,13 @@ class PlanRequest:
         if self.inside is not None:
             return check_inside(self.inside)
         most_gpus = self.gpus or (self.limits or EngineLimits()).tensor_parallel_size
-        by_target = {"vllm": OWN, "verl": "verl", "trl": "trl" if most_gpus == 1 else "server"}
-        return by_target[self.target]
+        fronts = {"verl": "verl", "verl-stock": "verl-stock", "trl": "trl" if most_gpus == 1 else "server"}
+        return fronts.get(self.target, OWN)
 
     @property
     def sender(self) -> str | None:
-        """The trainer that sends new weights, one of SENDERS; None: fp8plan sends them."""
-        return SENDERS[self.caller if self.target == "vllm" else self.target]
+        """The trainer that sends new weights; None: fp8plan sends them."""
+        return TARGETS[self.target].sender or SENDERS[self.caller]
 
     @cached_property
     def vllm(self) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fp8plan.model.cost.host import OWN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rl_step import SENDERS, Mode, SyncCost, WeightSync
+from fp8plan.model.shards import TARGETS
 from fp8plan.model.weight_changes import KL_OF_RESIDUAL, TopK
 from fp8plan.model.weights import LAYERS, SPREAD
 
@@ -17,9 +17,9 @@ def notes_on_sender(inside: str, target: str) -> list[str]:
     """A note on settings for another sender of weights than that of the plan.
 
     inside: the program that the plan is for
-    target: the program that the settings are for: vllm, verl or trl
+    target: the program that the settings are for
     """
-    planned, emitted = (SENDERS[name] or "fp8plan" for name in (inside, OWN if target == "vllm" else target))
+    planned, emitted = (sender or "fp8plan" for sender in (SENDERS[inside], TARGETS[target].sender))
     if planned == emitted:
         return []
     return [f"the plan's times are with {planned}'s front end and sync; for {emitted}'s, plan with --emit {target}"]

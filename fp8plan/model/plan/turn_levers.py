@@ -11,7 +11,7 @@ import numpy as np
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.plan.scene import Lever, Scene
-from fp8plan.model.plan.turn_limits import again
+from fp8plan.model.plan.turn_limits import rescheduled
 from fp8plan.model.rollout import Rollout, makespans
 
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
@@ -39,9 +39,10 @@ def _at_once(scene: Scene) -> Iterator[Lever]:
 
 
 def _climbed(scene: Scene, factor: float) -> int:
-    """The number of trajectories at once that is fastest, of those by repeated factors; the first if none is faster.
+    """The fastest number of trajectories at once among the plan's, multiplied by the factor once, twice and so on.
 
-    The number of the plan itself if there is no other.
+    The search ends at the first that is slower than the one before. If none is faster than the plan's own, the first is
+    priced; if there is no other number, the plan's own is returned.
     """
     batch, replicas = scene.request.batch, scene.choice.setup.limits.data_parallel_size
     best, best_s, number = batch.at_once, scene.before.makespan_s, batch.at_once
@@ -50,7 +51,7 @@ def _climbed(scene: Scene, factor: float) -> int:
         if following == number or following < replicas:
             return best
         number = following
-        seconds = makespans([again(scene.base, batch.at_most(number))], scene.base.model)[0]
+        seconds = makespans([rescheduled(scene.base, batch.at_most(number))], scene.base.model)[0]
         if seconds >= best_s:
             return number if best == batch.at_once else best
         best, best_s = number, seconds
@@ -83,8 +84,10 @@ def _caching(scene: Scene) -> Iterator[Lever]:
 
 def _hits(scene: Scene, after: Rollout) -> str:
     """The words for the prefixes that a lever keeps or loses."""
-    shares = [f"{rollout.turns['hit_share']:.0%}" for rollout in (after, scene.before) if rollout.turns]
-    return f"prefix hits {' instead of '.join(shares)}"
+    assert after.turns is not None
+    assert scene.before.turns is not None
+    new, old = (f"{turns['hit_share']:.0%}" for turns in (after.turns, scene.before.turns))
+    return f"prefix hits stay {new}" if new == old else f"prefix hits {new} instead of {old}"
 
 
 def cap(scene: Scene) -> Iterator[Lever]:

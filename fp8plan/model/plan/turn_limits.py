@@ -19,7 +19,7 @@ ENDLESS: Final = 2**40  # blocks of a KV cache that no rollout fills
 LEAST_SAVED: Final = 0.1
 
 
-def again(timed: Simulated, batch: Batch, blocks: int | None = None) -> list[Schedule]:
+def rescheduled(timed: Simulated, batch: Batch, blocks: int | None = None) -> list[Schedule]:
     """The schedules of another batch on the engine of a simulated rollout of turns.
 
     blocks: of the KV cache of each replica; None: the engine's own number
@@ -38,7 +38,7 @@ def with_limit(timed: Simulated, batch: Batch) -> Rollout:
     assert turns is not None
     assert rollout.turns is not None
     at_once = batch._replace(turns=turns._replace(wait_s=np.zeros_like(turns.wait_s)))
-    others = makespans([again(timed, at_once), again(timed, batch, ENDLESS)], timed.model)
+    others = makespans([rescheduled(timed, at_once), rescheduled(timed, batch, ENDLESS)], timed.model)
     without_waits, endless = (max(0.0, 1 - seconds / rollout.makespan_s) for seconds in others)
     saves = {"tools": without_waits, "cache": endless, "tail": rollout.tail_fraction}
     limit = max(saves, key=lambda name: saves[name])

@@ -20,28 +20,23 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
 
     candidate: the choice
     """
-    picked, scene = answer.picked, Scene.of(candidate, request, answer.profile)
+    picked, bf16, scene = answer.picked, answer.bf16, Scene.of(candidate, request, answer.profile)
     own = picked.turns or {}
-    hits = f"Turns: the prefix cache has {own['hit_share']:.1%} of the tokens of prompts."
-    sentences = [turn_limit(own), hits]
-    baseline = next((c for c in answer.choices if c.precision == "bf16" and c.layout == picked.layout), None)
-    of_bf16 = 0 if baseline is None or baseline.turns is None else baseline.turns["again_tokens"]
-    if own["again_tokens"] or of_bf16:
-        again = f"{own['again_tokens']:,} tokens of earlier turns are computed again"
-        if baseline is not None and baseline is not picked:
-            again += f", and with bf16 {of_bf16:,}"
-        sentences.append(f"{again}.")
-    if picked.gain is not None and baseline is not None and baseline.kv_cache_tokens is not None:
-        kept = scene.kept_gain(baseline.kv_cache_tokens)
+    sentences = [turn_limit(own)]
+    again, of_bf16 = own["again_tokens"], 0
+    words = f"{again:,} tokens in full blocks of earlier turns are computed again"
+    if bf16 is not None and bf16 is not picked and bf16.turns is not None:
+        of_bf16 = bf16.turns["again_tokens"]
+        words += f", and with bf16 {of_bf16:,}"
+    if again or of_bf16:
+        sentences.append(f"{words}.")
+    if picked.gain is not None and bf16 is not None and bf16.kv_cache_tokens is not None:
+        kept = scene.kept_gain(bf16.kv_cache_tokens)
         if kept >= WORTH:
             sentences.append(
                 f"Of the {picked.gain.ratio:.2f}x over bf16, {kept:.2f}x is by the prefixes and requests that a larger "
                 f"KV cache keeps, and {picked.gain.ratio / kept:.2f}x by faster steps."
             )
-    if own["tool_share"]:
-        sentences.append(
-            f"For {own['tool_share']:.1%} of the rollout the engine is idle, as all trajectories wait for tools."
-        )
     if not candidate.setup.limits.enable_prefix_caching:
         sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
     levers = [*_kv_cache(answer), *map(_priced, turn_levers(scene))]

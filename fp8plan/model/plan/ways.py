@@ -19,7 +19,7 @@ from fp8plan.model.plan.candidates import Candidate, Way, risks, timed
 from fp8plan.model.plan.choice import Answer, Choice, power, seconds
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
+from fp8plan.model.risk.remedies import BF16, BLOCK, NO_REMEDIES, POW2, Remedies
 from fp8plan.model.setup import EngineSetup
 
 # Values of keep_bf16 that are tried, those that slow down a model with full attention least first.
@@ -96,8 +96,8 @@ def _enough(setup: EngineSetup, remedies: Remedies, request: PlanRequest) -> Can
 
 
 def matching_trainer(setup: EngineSetup) -> str:
-    """The trainer precision on the grid of this GPU's rollouts in FP8 blocks."""
-    return POW2 if setup.gpu.e8m0_scales else BLOCK
+    """The trainer precision on the grid that rollouts in FP8 blocks have without an FP8 trainer."""
+    return POW2 if replace(setup, remedies=NO_REMEDIES).e8m0 else BLOCK
 
 
 def engine_with(setup: EngineSetup, remedies: Remedies) -> Candidate | None:

@@ -91,9 +91,10 @@ def check_thresholds(thresholds: Mapping[str, Any]) -> None:
         raise ConfigError(f"thresholds[{THRESHOLD!r}] is {bound!r}; allowed: a number above 0")
 
 
-# Token TIS at 2 is verl's, slime's and the FP8-RL paper's choice. miles reports an FP8 MoE run that collapsed at 2 and
-# not at 1.5.
-TOKEN_TIS: Final[Mapping[Level, float]] = {"low": 2.0, "moderate": 2.0, "high": 1.5}
+# C of token TIS under the default law: it starts at the first, and tightens to the second as the KL rises. 2 is verl's,
+# slime's and the FP8-RL paper's constant. miles reports an FP8 MoE run that collapsed at 2 and not at 1.5.
+TIS_START, TIS_FLOOR = 4.0, 2.0
+TOKEN_TIS: Final[Mapping[Level, float]] = {"low": TIS_START, "moderate": TIS_START, "high": 1.5}
 
 # The C of token TIS that clip_fraction counts for, and the [low, high] of the MIS that seq_reject_fraction counts for.
 COUNTED_TIS: Final = 2.0
@@ -188,20 +189,20 @@ def mismatch_risk(
 def recommended_tis(
     risk: MismatchRisk, response_lengths: ArrayLike, *, budget: RiskBudget | None = None
 ) -> tuple[float, tuple[str, ...]]:
-    """C of token TIS to start the correction with at this risk, and sentences on it. A controller may move C."""
+    """C of token TIS to start the correction with at this risk, and sentences on it. The default law moves C."""
     budget = budget or RiskBudget()
-    lengths = _checked(response_lengths)
-    threshold = TOKEN_TIS[risk.level]
-    low, high = COUNTED_MIS
-    clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(threshold)
-    tis_note = f"token TIS at {threshold:g} clips about {clipped:.2g} of the tokens"
+    lengths, start = _checked(response_lengths), TOKEN_TIS[risk.level]
+    end, (low, high) = min(start, TIS_FLOOR), COUNTED_MIS
+    clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(end)
+    moves = f"starts at C = {start:g}, and tightens to {end:g} as the KL rises; it " if end < start else ""
+    tis_note = f"token TIS {moves}clips about {clipped:.2g} of the tokens at {end:g}"
     mis_note = (
         f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
         f"sequences (mean length {np.mean(lengths):,.0f})"
     )
     usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
-    return threshold, notes
+    return start, notes
 
 
 def _checked(lengths: ArrayLike) -> FloatArray:

@@ -4,7 +4,7 @@ vllm/v1/engine/core.py takes all requests that have arrived, and then schedules 
 step. With asynchronous scheduling, `step_with_batch_queue` schedules the next step while one runs. So step j is
 scheduled when step j-2 has ended. An engine without a request waits for the next arrival.
 
-Nothing passes between steps but waits for arrivals. A client knows of the end of a turn at once.
+Between two steps no time passes, unless the engine waits for an arrival. A client knows of the end of a turn at once.
 """
 
 from __future__ import annotations

@@ -159,8 +159,7 @@ def schedule(
         if clock is None:
             raise ConfigError("a batch with turns needs the seconds of each step; give clock")
         clock.check(limits, len(windows_of(groups)))
-    added = batch.responses if turns is None else turns.added
-    least_pool = _check_fits(batch.prompts + added, num_blocks, limits, groups)
+    least_pool = _check_fits(batch.lengths, num_blocks, limits, groups)
     work = batch, num_blocks, limits, longest_run, groups, rules, clock
     made = run_compiled(*work) or run_reference(*work)
     wanted = None if turns is not None or made.pool_mattered else max(num_blocks - made.least_free, least_pool)
@@ -241,7 +240,7 @@ def run_compiled(
     )
     counts = len(batch.prompts), int(batch.prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
     kinds = [(KINDS[kind], size) for kind, size in windows]
-    tables = (counts, batch.prompts, batch.responses, batch.prompt_ids, settings, specs, kinds)
+    tables = (counts, batch.prompts, batch.lengths - batch.prompts, batch.prompt_ids, settings, specs, kinds)
     arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(batch.prompts), dtype=np.int64), Numbers()
     pointers = [array.ctypes.data_as(Numbers) for array in (*arrays, facts, ended)]

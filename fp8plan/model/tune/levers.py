@@ -169,7 +169,7 @@ def _off_policy(scene: Scene) -> Iterator[Lever]:
     words = {
         "verl": " ".join(("verl.experimental.fully_async_policy:", *knobs, f"{verl}.partial_rollout=True")),
         "trl": f"experimental.async_grpo: max_staleness={times.max_lag} max_inflight_tasks={flying}",
-        "prime-rl": f"orchestrator.max_off_policy_steps={times.max_lag} orchestrator.max_inflight_rollouts={flying}",
+        "prime-rl": f"orchestrator.max_off_policy_steps={times.max_lag} orchestrator.concurrency.max_inflight={flying}",
     }
     setting = f"{share:.0%} more responses in flight; they go on under new weights, and their KV is computed anew"
     yield _overlapped(scene, trainer, steps.seconds, f"fully asynchronous, lag {steps.most_lag}", setting, words, price)
@@ -255,9 +255,12 @@ def _order(scene: Scene) -> Iterator[Lever]:
         if np.array_equal(rows, np.arange(len(rows))):
             continue
         words, run = {"vllm": "the list given to generate()"}, scene.run(batch.take(rows))
-        price = f"the prefix cache serves {run.cached_tokens:,} tokens instead of {scene.base.rollout.cached_tokens:,}"
+        prices, served, before = list[str](), run.cached_tokens, scene.before.cached_tokens
+        if served != before:
+            prices.append(f"the prefix cache serves {served:,} tokens instead of {before:,}")
         if setting == "long responses first":
-            price += "; needs the lengths in advance: no forecast gains more"
+            prices.append("needs the lengths in advance: no forecast gains more")
+        price = "; ".join(prices) or NOTHING
         yield scene.lever(f"order: {setting}", "the order of requests", words, run, price)
 
 

@@ -18,7 +18,7 @@ from fp8plan.model.plan.candidates import risks
 from fp8plan.model.plan.choice import power, speed_up
 from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.ways import engine_with, matching_trainer
-from fp8plan.model.risk.remedies import BF16, POW2, Remedies
+from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
 from fp8plan.model.rollout import simulate
 
 TRIED: Final[tuple[Kept, ...]] = ((1, 1), (4, 4), (0, 0, OUTPUTS))  # values of keep_bf16 that have a row
@@ -90,7 +90,7 @@ def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, s
     words = {}
     if remedy.router_replay:
         words["vllm"] = "--enable-return-routed-experts"
-    elif remedy.trainer_precision == POW2 and not scene.choice.setup.gpu.e8m0_scales:
+    elif remedy.trainer_precision == POW2 and matching_trainer(scene.choice.setup) == BLOCK:
         words["vllm"] = f"{ENGINE_E8M0}=1"
     for trainer in TRAINERS:
         try:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.clock import Clock
+from fp8plan.model.emit.concurrent import UNBOUNDED
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable, capture_size_for
 from fp8plan.model.memory.kv_specs import windows_of
 from fp8plan.model.plan.candidates import Candidate, in_a_step
@@ -105,7 +106,7 @@ class Grid:
         if _left_out(callers, "max_num_seqs"):  # each candidate may lower it to its KV blocks
             seqs = tuple(map(Lowerable, seqs))
         at_once, numbers = Point.of(base).concurrent, list[int]()
-        bounded = base.request.target == "vllm"  # verl and TRL have no setting for it (emit/concurrent.py)
+        bounded = base.request.target not in UNBOUNDED
         if at_once is None and bounded and CONCURRENT not in keep and base.request.batch.turns is not None:
             numbers = [2**k for k in range(LEAST_AT_ONCE.bit_length() - 1, requests.bit_length()) if 2**k < requests]
         return cls(seqs, whole_graphs, budgets, caches, (*numbers, at_once))

@@ -27,7 +27,7 @@ from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside
-from fp8plan.model.turn_table import TurnTable
+from fp8plan.model.turn_table import NO_WAITS, TurnTable
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.model.workload_turns import LoggedTurns
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
@@ -35,24 +35,25 @@ from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, che
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
-NO_WAITS: Final = "the log does not say how long the tools took, and their seconds hold those waits"
+WAITS_INSIDE: Final = f"{NO_WAITS}, and its seconds hold those waits"
 A_TURN: Final = "[generated, tool, wait_s], such as [300, 1200, 2.5], or null for a wait that is not known"
 # A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", "inside", *RECORDED)
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
-    """Requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths and turns."""
-    prompts, responses = (_tokens(fields, name) for name in ("prompt_lengths", "response_lengths"))
-    if len(prompts) != len(responses):
-        raise ConfigError(f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths; allowed: as many of each")
-    turns = turns_of(fields)
-    ids = fields.get("prompt_ids")
-    if ids is None:
-        return Batch(prompts, responses, np.arange(len(prompts)), turns)
-    if len(ids) != len(prompts):
-        raise ConfigError(f"{len(ids)} prompt_ids for {len(prompts)} requests; allowed: one per request")
-    return Batch(prompts, responses, np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64), turns)
+    """The requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths and turns.
+
+    fields: of a RolloutRecord, by name
+    """
+    prompts, responses = (_tokens(name, fields.get(name)) for name in ("prompt_lengths", "response_lengths"))
+    ids, numbers = fields.get("prompt_ids"), np.arange(len(prompts))
+    if ids is not None:
+        numbers = np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64)
+    if not len(prompts) == len(responses) == len(numbers):
+        counts = f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths, {len(numbers)} prompt_ids"
+        raise ConfigError(f"{counts}; allowed: as many of each")
+    return Batch(prompts, responses, numbers, turns_of(fields))
 
 
 def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
@@ -179,13 +180,17 @@ def workload_of(
     return Workload(len(ids) // samples, samples, prompts, responses), notes
 
 
-def _tokens(fields: Mapping[str, Any], name: str) -> NDArray[np.int64]:
-    lengths = fields.get(name) or []
-    wrong = [length for length in lengths if not 1 <= length <= MOST_TOKENS]
-    if wrong or not lengths:
-        problem = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
-        raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {problem}")
-    return np.array(lengths, dtype=np.int64)
+def _tokens(name: str, lengths: Sequence[int] | None) -> NDArray[np.int64]:
+    allowed = f"allowed: a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}"
+    if lengths is None or not len(lengths):
+        raise ConfigError(f"{name} is empty; {allowed}")
+    values = np.asarray(lengths)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(f"{name} is {str(lengths)[:60]}; {allowed}")
+    wrong = values[(values < 1) | (values > MOST_TOKENS)]
+    if wrong.size:
+        raise ConfigError(f"{name} has {wrong[0]}; {allowed}")
+    return values.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +252,7 @@ class Run(NamedTuple):
         """The rollouts. Raises ConfigError if there are none, as no waits of turns are known."""
         if not self.records:
             raise ConfigError(
-                f"no rollout can be compared: there are several turns in {_steps(self.without_waits)}, and {NO_WAITS}; "
+                f"no rollout can be compared: {NO_WAITS} in {_steps(self.without_waits)}; "
                 "give the seconds of each turn's wait, [generated, tool, wait_s]"
             )
         return self.records
@@ -263,7 +268,7 @@ class Run(NamedTuple):
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
         if self.without_waits:
             left_out = "is left out" if len(self.without_waits) == 1 else "are left out"
-            sentences.append(f"{_steps(self.without_waits)} {left_out}: {NO_WAITS}")
+            sentences.append(f"{_steps(self.without_waits)} {left_out}: {WAITS_INSIDE}")
         unclear = [record for record in self.records if record.fields.get("unclear_responses")]
         if unclear:
             steps = _steps([(record.line, record.fields.get("step")) for record in unclear])
@@ -304,7 +309,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
             first.append((number, fields.get("step")))
-        elif record.batch.turns is not None and np.isnan(record.batch.turns.wait_s).any():
+        elif record.batch.turns is not None and not record.batch.turns.has_waits:
             without_waits.append((number, fields.get("step")))
         else:
             records.append(record)

@@ -144,6 +144,7 @@ def test_what_is_not_known_is_refused_by_name(name: str) -> None:
     assert "is not modelled" in str(error.value)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(("name", "as_what"), SAME_AS.items())
 def test_a_model_type_that_vllm_reads_as_another_is_that(name: str, as_what: str) -> None:
     from vllm.transformers_utils.config import _CONFIG_REGISTRY

@@ -31,7 +31,7 @@ def notes(target: str, made: Plan) -> list[str]:
 def test_every_target_says_how_many_trajectories_were_planned(target: str) -> None:
     told = " ".join(notes(target, planned(12)))
     assert "planned for 12 trajectories at once, of 32" in told
-    assert "max_inflight_rollouts=12" in told
+    assert "orchestrator.concurrency.max_inflight=12" in told
     assert "num_parallel_generation_workers=3" in told  # groups of four samples
     assert "max_inflight_tasks=12" in told
     of_all = " ".join(notes(target, planned(None)))

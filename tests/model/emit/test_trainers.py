@@ -55,7 +55,10 @@ def test_a_trainer_with_power_of_two_scales_needs_them_in_the_rollout() -> None:
         assert json.loads(made.emit("vllm"))["env"] == made.env()
         assert made.setup().e8m0 is (variable == "1")
         assert made.env("bf16") == {}
-        assert replace(made, gpu="b200").env() == {}  # which has no others
+        assert replace(made, gpu="b200").env() == {"VLLM_USE_DEEP_GEMM_E8M0": "1"}  # which has no others
+        ada = replace(made, gpu="l40s")  # without DeepGEMM
+        assert ada.env() == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+        assert not ada.setup().e8m0
 
 
 def test_a_note_names_the_trainer_whose_numbers_are_the_engines() -> None:
@@ -65,6 +68,7 @@ def test_a_note_names_the_trainer_whose_numbers_are_the_engines() -> None:
         ("h200_sxm", "fp8_tensor", "fp8_block"),
         ("b200", "fp8_block", "fp8_block_pow2"),
         ("b200", "fp8_block_pow2", None),
+        ("l40s", "fp8_block_pow2", "fp8_block"),
     ):
         made = replace(plan(Remedies(trainer_precision=precision)), gpu=gpu)
         for target in ("vllm", "verl"):

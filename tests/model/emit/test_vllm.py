@@ -132,7 +132,7 @@ def test_vllm_returns_the_experts_of_a_plan_with_router_replay(tiny_moe: str) ->
         returned = args.aux_output_config if at_least(VLLM, (0, 31)) else args
         assert returned.enable_return_routed_experts is replay
         assert args.enable_prefix_caching is True
-        words = json.loads(plan.emit("vllm"))["command"].split()
+        words = plan.emit("vllm-serve").split()
         assert ("--enable-return-routed-experts" in words) == replay
         served = serve_parser().parse_args(words[words.index("serve") + 2 :])
         assert bool(served.enable_return_routed_experts) == replay
@@ -170,7 +170,7 @@ def test_the_serve_command_says_the_same_as_the_kwargs(tiny_moe: str) -> None:
 
     plan = layout(2, 1, model=tiny_moe, limits=LIMITS, chosen=plans.index("fp8_block+fp8_kv"))
     told = json.loads(plan.emit("vllm"))
-    words = shlex.split(told["command"])
+    words = shlex.split(plan.emit("vllm-serve"), comments=True)
     assert words[:4] == ["VLLM_USE_DEEP_GEMM_E8M0=0", "vllm", "serve", tiny_moe]
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", tiny_moe, *words[4:]]))
@@ -199,7 +199,8 @@ def test_fp8_weights_keep_their_fp32_scales() -> None:
     for name, preset in PRESETS.items():
         expected = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if preset.weights == "fp8_block" else {}
         assert plan.env(plans.index(name)) == expected
-        assert replace(plan, gpu="b200").env(plans.index(name)) == {}  # its kernels take power-of-two scales only
+        blackwell = dict.fromkeys(expected, "1")  # its kernels take power-of-two scales only
+        assert replace(plan, gpu="b200").env(plans.index(name)) == blackwell
 
 
 def test_max_model_len_is_just_enough_where_it_is_not_set() -> None:
@@ -304,7 +305,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
 
 def test_the_vllm_command_pastes_into_a_shell(tmp_path: Path) -> None:
     plan = plans.plan(model="/m/it's #1", chosen=plans.index("fp8_block"))
-    command = json.loads(plan.emit("vllm"))["command"].replace(" vllm serve ", " python serve ")
+    command = plan.emit("vllm-serve").splitlines()[0].replace(" vllm serve ", " python serve ")
     (words,) = pasted(command, tmp_path, "")
     assert words[:2] == ["serve", "/m/it's #1"]
     assert json.loads(words[-1]) == plan.vllm_kwargs()["quantization_config"]
@@ -491,6 +492,9 @@ def test_trl_accepts_the_config_and_runs_it_colocated(tmp_path: Path) -> None:
     assert config.vllm_importance_sampling_correction is True
     clips = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     assert (config.vllm_importance_sampling_mode, *clips) == ("token_truncate", None, 1.75)
+    # The C of a law that tightens is a constant in TRL's own trainer, and a start in fp8plan's.
+    own, ours = (layout(tp, 4, limits=limits, thresholds={"token_tis": 4.0}).trl_config() for tp in (2, 1))
+    assert [x["vllm_importance_sampling_clip_max"] for x in (own, ours)] == [2.0, 4.0]
 
 
 @pytest.mark.trl
@@ -701,7 +705,7 @@ def test_a_relative_folder_is_emitted_in_full(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     plan, full = plans.plan(model="my-model"), str(tmp_path.resolve() / "my-model")
     assert plan.vllm_kwargs()["model"] == full
-    assert shlex.split(json.loads(plan.emit("vllm"))["command"])[2] == full
+    assert shlex.split(plan.emit("vllm-serve"))[2] == full
     assert f"actor_rollout_ref.model.path={full}" in plan.verl_overrides()
     assert plans.plan(model="no-such-folder").vllm_kwargs()["model"] == "no-such-folder"
 

@@ -265,7 +265,9 @@ def test_budget_decides_the_level_and_what_is_accepted() -> None:
 def test_advice_tells_when_a_sequence_mis_would_drop_too_many() -> None:
     short, long = [20] * 4, [20_000] * 4
     bound, notes = recommended_tis(mismatch_risk(DENSE, BF16, long), long)
-    assert bound == 2.0
+    assert bound == 4.0
+    assert notes[0].startswith("token TIS starts at C = 4, and tightens to 2 as the KL rises; it clips about ")
+    assert notes[0].endswith(" of the tokens at 2")
     assert any("20,000" in note and "sequence MIS" in note for note in notes)
     few = mismatch_risk(DENSE, BF16, short)
     assert few.seq_reject_fraction <= RiskBudget().max_sequence_rejection
@@ -277,7 +279,8 @@ def test_higher_risk_never_loosens_the_threshold() -> None:
     risks.append(mismatch_risk(QWEN2, FP8_KV, LENGTHS))
     assert [risk.level for risk in risks] == ["low", "moderate", "high"]
     bounds = [recommended_tis(risk, LENGTHS)[0] for risk in risks]
-    assert bounds == sorted(bounds, reverse=True)
+    assert bounds == [4.0, 4.0, 1.5]
+    assert recommended_tis(risks[-1], LENGTHS)[1][0].startswith("token TIS clips about ")
 
 
 # The table and the fit

@@ -100,7 +100,7 @@ def test_a_change_of_the_trajectories_at_once_is_a_lever_of_the_plan(tuned: Tune
     assert lever.in_plan
     assert lever.before_s == pytest.approx(predicted(tuned.best.plan.limits, None).chosen.timed.makespan_s)
     assert lever.words["fp8plan"] == f"--concurrent {number}"
-    assert lever.words["prime-rl"] == f"orchestrator.max_inflight_rollouts={number}"
+    assert lever.words["prime-rl"] == f"orchestrator.concurrency.max_inflight={number} and min_inflight={number}"
     assert "vllm" not in lever.words
 
 

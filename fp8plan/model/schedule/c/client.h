@@ -16,19 +16,6 @@ static void join_queue(State *s, number request) {
     if (s->head == nobody) s->head = request;
 }
 
-/* Let a trajectory be in its first turn. */
-static void begin_turns(State *s, number request) {
-    const Turns *turns = s->turns;
-    number turn = turns->first[request], computed = s->prompts[request] + turns->generated[turn] - 1;
-    s->turn[request] = turn;
-    s->final[request] = computed;
-    s->most_final[request] = computed;
-    for (; turn + 1 < turns->first[request + 1]; turn++) {
-        computed += turns->tool[turn] - turns->dropped[turn] + turns->generated[turn + 1];
-        s->most_final[request] = most(s->most_final[request], computed);
-    }
-}
-
 /* Let a trajectory go on when a tool has answered, or make room for another. */
 static void end_turn(State *s, number request) {
     number turn = s->turn[request];

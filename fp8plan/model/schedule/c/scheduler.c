@@ -88,7 +88,7 @@ static void begin_shared(State *s, number prompts) {
         if (siblings[s->prompt_of[i]] > 1) s->shared[i] = s->prompts[i] / size;
 }
 
-static void begin_requests(State *s, const number *prompts, const number *responses) {
+static void begin_requests(State *s, const number *prompts, const number *added) {
     number n = s->requests;
     number **zeroed[] = {&s->final, &s->length, &s->target, &s->computed, &s->junction, &s->last_tokens,
                          &s->hashed, &s->steady_from, &s->finished, &s->leaving, &s->prompts, &s->turn,
@@ -111,9 +111,12 @@ static void begin_requests(State *s, const number *prompts, const number *respon
     s->begun = s->turns ? least(s->turns->concurrent, n) : n;
     for (number i = 0; i < n; i++) {
         s->prompts[i] = s->length[i] = s->target[i] = prompts[i];
-        s->final[i] = s->most_final[i] = prompts[i] + responses[i] - 1;
+        s->final[i] = s->most_final[i] = prompts[i] + added[i] - 1;
         s->is_new[i] = 1;
-        if (s->turns) begin_turns(s, i);
+        if (s->turns) {
+            s->turn[i] = s->turns->first[i];
+            s->final[i] = prompts[i] + s->turns->generated[s->turn[i]] - 1;
+        }
         if (i < s->begun) join_queue(s, i);
     }
 }
@@ -160,13 +163,14 @@ void fp8plan_columns(number *rows, number num_rows, number num_columns, number *
 
    counts:    of requests, prompts, groups and windows
    prompts:   tokens of each request; of a trajectory, in its first turn
+   added:     tokens after its prompt, at the turn where they are most
    prompt_of: the prompt of each request
    windows:   the distinct windows among the groups
    facts:     receives what the pool meant to the schedule
    ended:     receives the row that ended each request
    turns:     NULL if each request has one, and all wait at the start
    rows:      receives the columns row by row, for fp8plan_columns */
-number fp8plan_schedule(const number *counts, const number *prompts, const number *responses, const number *prompt_of,
+number fp8plan_schedule(const number *counts, const number *prompts, const number *added, const number *prompt_of,
                         const Settings *settings, const Spec *specs, const Window *windows, Facts *facts,
                         number *ended, const Turns *turns, number **rows) {
     State *s = calloc(1, sizeof(State));
@@ -177,7 +181,7 @@ number fp8plan_schedule(const number *counts, const number *prompts, const numbe
     s->facts = facts;
     s->prompt_of = prompt_of, s->ended = ended;
     if (!setjmp(s->failed)) {
-        begin_requests(s, prompts, responses);
+        begin_requests(s, prompts, added);
         begin_pool(s, specs, counts[1]);
         begin_shared(s, counts[1]);
         begin_chunks_of_states(s);

@@ -32,7 +32,7 @@ from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits
 from fp8plan.runtime.watch.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.watch.guard.observation import fallback
-from fp8plan.runtime.watch.guard.prefix_cache import OFF, PrefixUse, lost_prefixes
+from fp8plan.runtime.watch.guard.prefix_cache import OFF, few_hits
 from fp8plan.runtime.watch.mismatch.attribution import sentence
 from fp8plan.schemas import K3
 
@@ -124,13 +124,15 @@ def kernels(seen: Observed) -> Finding:
 
 
 def e8m0(seen: Observed) -> Finding:
-    """Scales of FP8 weights are FP32, or powers of two on a GPU that needs those."""
+    """Scales of FP8 weights are FP32, or powers of two where GPU, checkpoint or trainer has those."""
     if "e8m0" not in seen.facts:
         return unknown("e8m0", seen.unseen.get("ranks", NOTHING))
     if seen.facts["e8m0"] is None:
         return ok("e8m0", "no blockwise FP8 weights")
     if not seen.facts["e8m0"]:
         return ok("e8m0", "scales are FP32")
+    if seen.facts.get("held_e8m0"):
+        return ok("e8m0", "scales are powers of two, as the checkpoint's")
     if needs_e8m0(seen):
         return ok("e8m0", f"scales are powers of two, as {seen.gpu} multiplies them")
     if seen.trainer_precision == POW2:
@@ -230,7 +232,7 @@ def prefix_hits(seen: Observed) -> Finding:
     if not queries or hits is None:
         return unknown("prefix_hits", seen.unseen.get("counts", f"no prompt was looked up since {seen.since}"))
     says = f"{hits / queries:.1%} of {queries:,} tokens since {seen.since} were in the prefix cache"
-    lost = seen.lost_prefixes or lost_prefixes(PrefixUse(queries, hits))
+    lost = seen.lost_prefixes or few_hits(queries, hits)
     if lost is None:
         return ok("prefix_hits", says)
     return warning("prefix_hits", "prefix_cache_missed", f"{says}; {lost.says}", lost.todo)

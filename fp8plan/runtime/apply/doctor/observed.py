@@ -178,9 +178,9 @@ class Observed:
 
 
 def needs_e8m0(seen: Observed) -> bool:
-    """True for a GPU that multiplies FP8 blocks with power-of-two scales alone; False for others, and if not known."""
+    """True if the GPU or the checkpoint has power-of-two scales of FP8 blocks; False if neither is known to."""
     try:
-        return seen.gpu is not None and find_gpu(seen.gpu).e8m0_scales
+        return seen.gpu is not None and find_gpu(seen.gpu).has_e8m0(bool(seen.facts.get("held_e8m0")))
     except ConfigError:
         return False
 

@@ -184,7 +184,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str
         cudagraph_mode=facts["cudagraph_mode"],
         not_predicted=unknown,
         inside=setup.inside,
-        keep_bf16=setup.remedies.keep_bf16,
+        remedies=setup.remedies,
         kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
         host_loop_s=facts.get("host_loop_s"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -33,48 +33,58 @@ class Response(NamedTuple):
     ended_s: float | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Trajectory:
-    """A response, and those whose prompts go on from it.
+class Request(NamedTuple):
+    """One request of a trajectory.
 
-    first, asked: tokens of its first prompt, and of its last
-    generated:    tokens of its last response
-    name:         a number for its first prompt
-    begun, ended: begin of its first call, and end of its last
-    answered:     end of its last response, after which a tool works
-    turns:        those that were followed by another
-    taken:        a prompt goes on from its last response, whose turn is not added
+    asked, generated: tokens of its prompt, and of its response
+    begun, ended:     of its call
+    answered:         end of its response, after which a tool works
     """
 
-    first: int
     asked: int
     generated: int
-    name: int
     begun: float
     ended: float
     answered: float
-    turns: list[Turn] = field(default_factory=list)
-    taken: bool = False
 
     @property
     def tokens(self) -> int:
-        """Tokens of its last prompt and response."""
+        """Tokens of its prompt and response."""
         return self.asked + self.generated
 
-    def go_on(self, asked: int, generated: int, begun: float, ended: float, answered: float) -> None:
-        """Add a turn. begun: of its call; the others: as above"""
-        self.turns.append(Turn(self.generated, asked - self.tokens, begun - self.answered))
-        self.asked, self.generated, self.ended, self.answered = asked, generated, ended, answered
-        self.taken = False
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """A request, and those whose prompts go on from it.
+
+    name:  a number for its first prompt
+    taken: a prompt of the call that is being added goes on from its last response
+    """
+
+    name: int
+    requests: list[Request] = field(default_factory=list)
+    taken: bool = False
+
+    @property
+    def last(self) -> Request:
+        return self.requests[-1]
+
+    @property
+    def begun(self) -> float:
+        return self.requests[0].begun
 
     def waits(self, begun: float) -> bool:
         """True if a call that begins then may go on from its last response."""
-        return not self.taken and self.ended <= begun
+        return not self.taken and self.last.ended <= begun
 
     @property
-    def every_turn(self) -> list[Turn]:
-        """All turns. No tool follows the last one."""
-        return [*self.turns, Turn(self.generated, 0, 0.0)]
+    def turns(self) -> list[Turn]:
+        """Its turns. No tool follows the last one."""
+        between = [
+            Turn(before.generated, after.asked - before.tokens, after.begun - before.answered)
+            for before, after in pairwise(self.requests)
+        ]
+        return [*between, Turn(self.last.generated, 0, 0.0)]
 
 
 @dataclass(slots=True)
@@ -91,7 +101,8 @@ class RolloutLog:
     samplings: list[tuple[Any, str]] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
     kv_cache_tokens: int | None = None
-    # Trajectories by their prompt with its last answer, and by their last prompt alone, with the tokens of these.
+    # Trajectories under their prompts with the answers, and under the prompts alone. Beside each stands the number of
+    # tokens that it is under, because it stays there when it goes on.
     _sequences: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
     _prompts: Prefixes[tuple[int, Trajectory]] = field(default_factory=Prefixes)
     _rewritten_tokens: int = 0  # as in Observation
@@ -124,14 +135,14 @@ class RolloutLog:
         for (prompt, answer, answered), trajectory in zip(known, before, strict=True):
             if answered is None or not begun <= answered <= ended:  # another machine's clock
                 answered = ended
-            asked, generated = len(prompt), len(answer)
             if trajectory is None:
-                trajectory = Trajectory(asked, asked, generated, hash(tuple(prompt)), begun, ended, answered)
+                trajectory = Trajectory(hash(tuple(prompt)))
                 self.trajectories.append(trajectory)
-            else:
-                trajectory.go_on(asked, generated, begun, ended, answered)
-            self._sequences.at([*prompt, *answer]).append((trajectory.tokens, trajectory))
-            self._prompts.at(prompt).append((asked, trajectory))
+            request = Request(len(prompt), len(answer), begun, ended, answered)
+            trajectory.requests.append(request)
+            trajectory.taken = False
+            self._sequences.at([*prompt, *answer]).append((request.tokens, trajectory))
+            self._prompts.at(prompt).append((request.asked, trajectory))
 
     def _taken(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
         """Take the trajectory that a prompt continues, so that no other does; None if the prompt begins another.
@@ -140,18 +151,18 @@ class RolloutLog:
         were, it has dropped some of the answer: then it is not known what a tool has added, and another begins.
         """
         known = self._sequences.beginning(prompt)
-        kept = next((each for tokens, each in known if each.waits(begun) and each.tokens == tokens), None)
+        kept = next((each for tokens, each in known if each.waits(begun) and each.last.tokens == tokens), None)
         if kept is not None:
             kept.taken = True
             return kept
         asked = self._prompts.beginning(prompt)
-        standing = [each for tokens, each in asked if each.waits(begun) and each.asked == tokens < len(prompt)]
+        standing = [each for tokens, each in asked if each.waits(begun) and each.last.asked == tokens < len(prompt)]
         if not standing:
             return None
-        whole = [each for each in standing if each.tokens <= len(prompt)]
+        whole = [each for each in standing if each.last.tokens <= len(prompt)]
         rewritten = (whole or standing)[0]
         rewritten.taken = True
-        self._rewritten_tokens += min(rewritten.generated, len(prompt) - rewritten.asked)
+        self._rewritten_tokens += min(rewritten.last.generated, len(prompt) - rewritten.last.asked)
         return rewritten if whole else None
 
     @property
@@ -162,7 +173,7 @@ class RolloutLog:
     @property
     def ended(self) -> float:
         """The end of the last call."""
-        return max(each.ended for each in self.trajectories)
+        return max(each.last.ended for each in self.trajectories)
 
     def observed(self) -> dict[str, Any] | None:
         """The fields of an Observation, as plain data but for the Sampling; None without calls."""
@@ -170,21 +181,21 @@ class RolloutLog:
             return None
         every = sorted(self.trajectories, key=lambda trajectory: trajectory.begun)
         numbers: dict[int, int] = {}
-        spans = [(each.begun, each.ended) for each in every]
+        spans = [(each.begun, each.last.ended) for each in every]
         seconds, arrival_s = busy(spans)
         fields: dict[str, Any] = {
             "seconds": seconds,
             "arrival_s": arrival_s if len({each.begun for each in every}) > 1 else None,
-            "prompt_lengths": [each.first for each in every],
-            "response_lengths": [sum(turn.generated for turn in each.every_turn) for each in every],
+            "prompt_lengths": [each.requests[0].asked for each in every],
+            "response_lengths": [sum(request.generated for request in each.requests) for each in every],
             "prompt_ids": [numbers.setdefault(each.name, len(numbers)) for each in every],
             "rewritten_tokens": self._rewritten_tokens,
             **self.counted,
             "kv_cache_tokens": self.kv_cache_tokens,
             "sampling": Sampling.mixed(Sampling.of(params, mode) for params, mode in self.samplings),
         }
-        if any(each.turns for each in every):
-            fields["turns"] = [each.every_turn for each in every]
+        if any(len(each.requests) > 1 for each in every):
+            fields["turns"] = [each.turns for each in every]
             at_once = most_at_once(spans)
             if at_once < len(every):  # each of the others begins when one ends, as the prediction has it
                 fields |= {"concurrent": at_once, "arrival_s": None}

@@ -11,6 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.model.emit.vllm import is_router
+from fp8plan.model.precision import UE8M0
 from fp8plan.runtime.apply.weight_sync.kv_scales import attention_layers
 from fp8plan.runtime.apply.worker.binding import kind
 from fp8plan.runtime.this_host import host_loop_s
@@ -27,6 +28,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     layers:    kinds of modules with weights -> how many
     kernels:   "gemm", "moe" -> name of the kernel
     e8m0:      True if DeepGEMM's scales are powers of two; None without blockwise FP8
+    held_e8m0: True if those of the checkpoint are
     attention: classes of the implementations that read its KV cache, sorted; each class stands once
     device:    product name of the GPU, or "cpu"
     routers:   dtype of a router's weights -> how many routers have it
@@ -54,6 +56,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "layers": dict(kinds),
         "kernels": _kernels(model),
         "e8m0": _uses_e8m0(model),
+        "held_e8m0": _holds_e8m0(config.model_config),
         "attention": attention_classes(attention),
         "kv_cache_dtype": _kv_cache_dtype(attention),
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
@@ -130,6 +133,12 @@ def _uses_e8m0(model: Any) -> bool | None:
         return None
     parts = [part for kernel in kernels for part in (kernel, getattr(kernel, "fallback", None))]
     return any(bool(getattr(part, "use_deep_gemm_e8m0", False)) for part in parts)
+
+
+def _holds_e8m0(model_config: Any) -> bool:
+    """Return True if the config of the checkpoint says that its scales are powers of two."""
+    how = getattr(getattr(model_config, "hf_config", None), "quantization_config", None)
+    return isinstance(how, Mapping) and how.get("scale_fmt") == UE8M0
 
 
 def digest(tensor: torch.Tensor) -> int:

@@ -88,6 +88,7 @@ def probe(
     several = [remedies] if isinstance(remedies, Remedies) else remedies
     combinations = several or [NO_REMEDIES]
     _refuse_replay_without_experts(model_path, combinations)
+    _refuse_kept_without_fp8(presets, combinations)
     sampled: dict[_Engine, list[Sampled]] = {}
     findings: dict[_Engine, list[Probed]] = {}
     for engine in _engines(presets, combinations):
@@ -247,6 +248,16 @@ def _refuse_replay_without_experts(model_path: str, remedies: Sequence[Remedies]
         return
     if not shape.parts_of(Experts):
         raise ConfigError(f"router_replay is given, and {model_path} has no experts; allowed: a model with experts")
+
+
+def _refuse_kept_without_fp8(presets: Sequence[Precision], remedies: Sequence[Remedies]) -> None:
+    """Raise ConfigError for kept layers that are in BF16 anyway: no precision and no trainer beside them has FP8."""
+    for each in remedies:
+        if all(in_effect(each, preset.name) != each for preset in presets):
+            raise ConfigError(
+                f"keep_bf16 is {each.keep_bf16}, and no precision of the probe has FP8 weights; leave --keep-bf16 out, "
+                "or add --precision fp8_block"
+            )
 
 
 def _refuse_absent(card: Gpu) -> None:

@@ -8,13 +8,14 @@
 
 Two laws share this protocol. docs/evidence/thresholds.md compares them, and deleted ones, in training runs.
 
-ConstantThresholds  the default
-LevelThresholds     tighter as the KL rises above a fixed target, for as long as it stays there
+LevelThresholds     tighter as the KL rises above a fixed target, for as long as it stays there: the default
+                    of token TIS (fp8plan.runtime.watch.controller.fit)
+ConstantThresholds  the default of all else
 
 C does not change the mismatch of its own step, so no law integrates. Figures that are not numbers move nothing. Alarms
-go into the log beside every decision. Where thresholds cannot help, a decision escalates: first to a recalibration of
-the KV scales, then to the guard's step down (`engine.apply(step.verdict, step.decided.escalate)`), as far as the engine
-`can`.
+go into the log beside every decision. Where thresholds cannot help, a decision escalates: to a recalibration of the KV
+scales, and at a KL beyond repair to the guard's step down (`engine.apply(step.verdict, step.decided.escalate)`), as far
+as the engine `can`.
 
 Under both laws a decision says how much news the batch is:
 
@@ -40,7 +41,7 @@ beginning. If even the initial band keeps less, band and C stay as they are. The
 thresholds.
 
 The decision is AT_BOUND if the KL asks for tighter thresholds than a limit or `narrowest` allows. After `patience` such
-steps in a row the decision also escalates.
+steps in a row the decision also asks for a recalibration.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ import numpy as np
 
 from fp8plan.checks import Range, in_range, instance, is_number, whole
 from fp8plan.errors import ConfigError
+from fp8plan.model.risk.expected import TIS_START
 from fp8plan.runtime.watch.controller.alarms import Alarm
 from fp8plan.runtime.watch.controller.state import (
     AlarmLimits,
@@ -75,7 +77,6 @@ from fp8plan.runtime.watch.controller.state import (
     of_correction,
     predicted_kl,
     resumed,
-    strain,
     usable,
 )
 from fp8plan.runtime.watch.correction.settings import Thresholds
@@ -122,19 +123,19 @@ class LevelThresholds:
     slew:        (tighten, relax): largest factors by which the log distance changes in one step
     dead_band:   smaller factors change nothing, unless they lead back to the beginning
     warm_up:     number of batches that get the initial thresholds
-    patience:    steps at a bound before each escalation
+    patience:    steps at a bound before an escalation, and steps between two at a KL beyond repair
     limit_kl:    KL above which the KL alarm sounds, unless a plan predicts more
     limits:      levels of the other alarms
 
     Raises ConfigError, when made, for values that are out of range.
     """
 
-    tis: float | None = 2.0
+    tis: float | None = TIS_START
     band: tuple[float, float] | None = None
     level: Ratios = "token"
     target_kl: float | None = None
     gain: float = 0.2
-    narrowest: float = 0.4
+    narrowest: float = 0.5
     max_clipped: float = 0.5
     min_kept: float = 0.5
     slew: tuple[float, float] = (2.0, 1.05)
@@ -203,9 +204,9 @@ class LevelThresholds:
         passed = self._lost(new, mismatch, 0.0)
         limit = passed or (why if new.reach > self._slewed(now, wanted) else "")
         bound = self._bound(new, self._law(news.kl, target), limit)
-        strained = strain(seen.strained, bool(bound), Alarm.BROKEN in sounding, self.patience)
+        broken, patience = Alarm.BROKEN in sounding, self.patience
         decision, reason = _said(seen, new, beside(kl, target, "target"), bound)
-        due, advice = escalation(strained, self.patience, can)
+        strained, due, advice = escalation(seen.strained, bool(bound), broken, patience, can)
         decided = Decided(decision, reason + advice, sounding, due, *figures)
         return new.thresholds, replace(new, strained=strained), decided
 
@@ -296,8 +297,7 @@ class ConstantThresholds:
             return state.thresholds, state, no_data(mismatch, self.limits)
         seen, news = observed(state, mismatch)
         sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        strained = strain(state.strained, False, Alarm.BROKEN in sounding, PATIENCE)
-        due, advice = escalation(strained, PATIENCE, can)
+        strained, due, advice = escalation(state.strained, False, Alarm.BROKEN in sounding, PATIENCE, can)
         reason = f"constant thresholds; {beside(*news, 'baseline')}{advice}"
         decided = Decided(Decision.HOLD, reason, sounding, due, news.baseline, news.ratio)
         return seen.thresholds, replace(seen, strained=strained), decided

@@ -48,13 +48,6 @@ class Escalation(StrEnum):
     STEP_DOWN = "step_down"
 
 
-def strain(before: int, over: bool, broken: bool, patience: int) -> int:
-    """Number of steps in a row at a bound, after one more step. A KL beyond repair needs no patience."""
-    if broken:
-        return max(before + 1, patience)
-    return before + 1 if over else 0
-
-
 Can = Callable[[Escalation], bool]  # False for an action that the engine does not have
 ADVICE: Final = {
     Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
@@ -69,17 +62,23 @@ def any_action(_: Escalation) -> bool:
     return True
 
 
-def escalation(strained: int, patience: int, can: Can) -> tuple[Escalation | None, str]:
-    """The action due after `strained` steps in a row at a bound, and the end of the reason, which names it.
+def escalation(before: int, over: bool, broken: bool, patience: int, can: Can) -> tuple[int, Escalation | None, str]:
+    """Number of steps in a row at a bound, after one more; the action that is due; and the end of the reason for it.
 
-    Every `patience` steps ask for one action, which then has as many steps to help. An engine without scales to
-    recalibrate steps down at once. Without a safer precision no action is due.
+    over:   at a bound. `patience` such steps ask to recalibrate
+    broken: a KL beyond repair. It needs no patience, and then asks for a step down every `patience` steps, at once if
+            the engine has no scales to recalibrate. Without a safer precision no action is due
     """
-    if not strained or strained % patience:
-        return None, ""
-    first = Escalation.RECALIBRATE_KV if strained == patience else Escalation.STEP_DOWN
-    due = next(filter(can, (first, Escalation.STEP_DOWN)), None)
-    return due, f"; {strained} steps in a row beyond what thresholds can do: {ADVICE[due]}"
+    strained = before + 1 if over or broken else 0
+    if broken:
+        strained = max(strained, patience)
+    actions = [Escalation.RECALIBRATE_KV] if strained == patience else []
+    if broken and strained % patience == 0:
+        actions.append(Escalation.STEP_DOWN)
+    due = next(filter(can, actions), None)
+    if due is None and Escalation.STEP_DOWN not in actions:
+        return strained, None, ""
+    return strained, due, f"; {strained} steps in a row beyond what thresholds can do: {ADVICE[due]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Correction:
 
     @property
     def clipped_mass(self) -> float:
-        """Share of the sum of ratios that is cut away; NaN without tokens."""
+        """Share of the sum of ratios that is cut away, less what a floor adds; NaN without tokens."""
         raw = self.sums["raw"].total if "raw" in self.sums else 0.0
         return self._known(max(1 - self.sums["weight"].total / raw, 0.0) if raw else 0.0)
 
@@ -189,7 +189,7 @@ def correct(
     Raises ConfigError without torch, and with batch_normalize for a group without all ranks that hold pieces.
     """
     settings = settings or CorrectionSettings()
-    thresholds = thresholds or settings.thresholds
+    thresholds = thresholds or settings.thresholds or Thresholds()
     keep, sums = None, Sums()
     if settings.reject or settings.veto is not None:
         keep, sums = rejected(tokens, settings)
@@ -251,47 +251,47 @@ def _bounds(mode: str, thresholds: Thresholds) -> tuple[float, float]:
 def _by_token(tokens: Tokens, settings: CorrectionSettings, bounds: tuple[float, float]) -> _Weighted:
     low, high = bounds
     band = settings.mode != "tis"
-    weights, inside, (weight_sums, raw), totals = _weighed(tokens, low, high, band)
-    square, above, below, smallest, largest = totals.tolist()
+    weights, inside, (weight_sums, raw), totals = _weighed(tokens, low, high, None if band else settings.floor)
+    square, above, below, clipped, smallest, largest = totals.tolist()
     count, lengths = len(tokens), tokens.lengths.numpy() + TINY
     weight = Moments.of_sums(count, float(weight_sums.sum()), square, smallest, largest)
     sums = {
         "weight": weight, "shown": weight, "raw": Moments.share(float(raw.sum()), count),
-        "clipped": Moments.share(above + below if band else above, count),
+        "clipped": Moments.share(clipped, count),
         "above": Moments.share(above, count), "below": Moments.share(below, count),
     }  # fmt: skip
     return _Weighted(weights, inside, sums | of_sequences(weight_sums / lengths, raw / lengths, low, high))
 
 
 def _weighed(
-    tokens: Tokens, low: float, high: float, band: bool
+    tokens: Tokens, low: float, high: float, floor: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, FloatArray, FloatArray]:
-    """Weights, truncated at `high` or, with a band, 0 outside [low, high]; and their sums.
+    """Weights within [floor, high] or, without a floor, 0 outside the band [low, high]; and their sums.
 
     Returns (weights [tokens] float32; inside [tokens] bool, None without a band; [2, sequences] float64: weight, raw
-    ratio; [5] float64: weight^2, ratios above `high` and below `low`, smallest and largest weight).
+    ratio; [6] float64: weight^2; ratios above `high`, below `low` and clipped; smallest and largest weight).
     """
     import torch
 
     weights = torch.empty_like(tokens.log_ratio)
-    inside = torch.empty(len(tokens), dtype=torch.bool, device=weights.device) if band else None
-    offsets = tokens.offsets.numpy()
-    per_sequence, raw_per_sequence = (Segments(offsets, weights.device) for _ in range(2))
-    totals = torch.zeros(3, dtype=torch.float64, device=weights.device)
+    inside = torch.empty(len(tokens), dtype=torch.bool, device=weights.device) if floor is None else None
+    per_sequence, raw_per_sequence = (Segments(tokens.offsets.numpy(), weights.device) for _ in range(2))
+    totals = torch.zeros(4, dtype=torch.float64, device=weights.device)
     ends = [torch.tensor([inf, -inf], dtype=torch.float64, device="cpu")]
     for part in tokens.chunks():
         raw = tokens.log_ratio[part].clamp(-LIMIT, LIMIT).exp_()
         above, below = raw > high, raw < low
         out = weights[part]
         if inside is None:
-            torch.clamp(raw, max=high, out=out)
+            torch.clamp(raw, min=floor, max=high, out=out)
         else:
             torch.logical_not(above | below, out=inside[part])
             torch.mul(raw, inside[part], out=out)
         exact = out.double()
         per_sequence.add(part, exact)
         raw_per_sequence.add(part, raw)
-        totals += torch.stack([torch.dot(exact, exact), above.count_nonzero(), below.count_nonzero()])
+        counts = [changed.count_nonzero() for changed in (above, below, out != raw)]
+        totals += torch.stack([torch.dot(exact, exact), *counts])
         ends.append(torch.stack(out.aminmax()).double().cpu())
     smallest, largest = torch.stack(ends).numpy().T
     return (
@@ -313,10 +313,10 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings, bounds: tuple[flo
     above, below = raw > high, raw < low
     within = ~(above | below)
     tis, count = settings.mode == "tis", len(raw)
-    weights = np.minimum(raw, high) if tis else raw * within
+    weights = np.clip(raw, settings.floor, high) if tis else raw * within
     sums = {
         "weight": Moments.of(weights, lengths), "shown": Moments.of(raw), "raw": Moments.of(raw, lengths),
-        "clipped": Moments.of((above if tis else ~within).astype(np.float64), lengths),
+        "clipped": Moments.of((weights != raw).astype(np.float64), lengths),
         "above": Moments.share(above.sum(), count), "below": Moments.share(below.sum(), count),
         "raw_sequences": Moments.of(raw),
     }  # fmt: skip

@@ -119,14 +119,17 @@ def _sequences_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums
     }
 
 
-def _vetoed(tokens: Tokens, veto: float) -> tuple[torch.Tensor, Sums]:
+def _vetoed(tokens: Tokens, veto: float | tuple[float, float]) -> tuple[torch.Tensor, Sums]:
+    low, high = veto if isinstance(veto, tuple) else (veto, inf)
+    least, most = log(low) if low else -inf, log(high)
     segments = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
-        segments.add(part, tokens.log_ratio[part] < log(veto))
-    below = segments.numpy()
-    return spread(below == 0, tokens), {
-        "vetoed_sequences": Moments.share((below > 0).sum(), tokens.sequences),
-        "catastrophic": Moments.share(below.sum(), len(tokens)),
+        log_ratio = tokens.log_ratio[part]
+        segments.add(part, (log_ratio < least) | (log_ratio > most))
+    beyond = segments.numpy()
+    return spread(beyond == 0, tokens), {
+        "vetoed_sequences": Moments.share((beyond > 0).sum(), tokens.sequences),
+        "catastrophic": Moments.share(beyond.sum(), len(tokens)),
     }
 
 

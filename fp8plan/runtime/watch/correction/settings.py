@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fp8plan.checks import instance, is_number
@@ -41,8 +41,17 @@ class Thresholds:
 
 
 def _is_band(band: Any) -> bool:
-    pair = isinstance(band, Sequence) and len(band) == 2 and all(is_number(end, finite=False) for end in band)
-    return pair and 0 < band[0] <= band[1]
+    return _is_pair(band) and 0 < band[0] <= band[1]
+
+
+def _is_veto(veto: Any) -> bool:
+    if _is_pair(veto):
+        return bool(0 <= veto[0] < 1 < veto[1])
+    return is_number(veto) and 0 < veto < 1
+
+
+def _is_pair(ends: Any) -> bool:
+    return isinstance(ends, Sequence) and len(ends) == 2 and all(is_number(end, finite=False) for end in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +101,44 @@ class CorrectionSettings:
                 (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
     mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside thresholds.band. mis: the same, and tokens outside
                 are masked out of the loss, so means over tokens do not count them
-    thresholds: a controller's initial ones; `correct(..., thresholds=...)` has those of a step
+    thresholds: a controller's initial ones; `correct(..., thresholds=...)` has those of a step. None: those of the plan
+                or of the default law, and C = 2 without a controller
     reject:     bounds on divergences; a token must pass all of them
-    veto:       smallest ratio (1e-4, say): a sequence with a token below it is masked out; None: no veto
+    veto:       smallest ratio of a token (1e-4, say), or (smallest, largest): a sequence with a token beyond is masked
+                out; None: no veto
     batch_normalize: divide weights by their mean, over tokens (level token) or sequences, and over all ranks if
                 torch.distributed is up: then every rank must call `correct`
+    floor:      smallest weight of mode tis, which is then max(floor, min(ratio, thresholds.tis))
 
     Raises ConfigError for values out of range, and for a mode without its band.
     """
 
     level: Level | None = "token"
     mode: Mode = "tis"
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    thresholds: Thresholds | None = None
     reject: tuple[Rejection, ...] = ()
-    veto: float | None = None
+    veto: float | tuple[float, float] | None = None
     batch_normalize: bool = False
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
-        instance("thresholds", self.thresholds, Thresholds, "Thresholds(tis=2.0)")
+        if self.thresholds is not None:
+            instance("thresholds", self.thresholds, Thresholds, "Thresholds(tis=2.0), or None")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(map(repr, LEVELS))}")
         if self.mode not in MODES:
             raise ConfigError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
-        if self.level is not None and self.mode != "tis" and self.thresholds.band is None:
+        band = None if self.thresholds is None else self.thresholds.band
+        if self.level is not None and self.mode != "tis" and band is None:
             raise ConfigError(f"mode {self.mode!r} needs a band; type Thresholds(band=(0.5, 2.0))")
-        if self.veto is not None and not (is_number(self.veto) and 0 < self.veto < 1):
-            raise ConfigError(f"veto is {self.veto!r}; allowed: between 0 and 1, or None")
+        if isinstance(self.veto, Sequence):
+            object.__setattr__(self, "veto", tuple(self.veto))
+        if self.veto is not None and not _is_veto(self.veto):
+            raise ConfigError(
+                f"veto is {self.veto!r}; allowed: between 0 and 1, (low, high) with 0 <= low < 1 < high, or None"
+            )
+        if not (is_number(self.floor) and 0 <= self.floor <= 1):
+            raise ConfigError(f"floor is {self.floor!r}; allowed: 0 to 1")
+        if self.floor and (self.level is None or self.mode != "tis"):
+            raise ConfigError(f"floor is {self.floor!r} without weights that are truncated; allowed: mode 'tis'")
         object.__setattr__(self, "reject", tuple(self.reject))

@@ -12,6 +12,7 @@ no valid token             raises ValueError                           defined: 
 a row without a token      a sequence with log-prob 0 and weight 0     no sequence: in no figure (verl's issue 7771)
 all weights 0 (IcePop)     ZeroDivisionError                           rollout_is_eff_sample_size = 0
 levels and modes           token, sequence; TIS, IcePop                also geometric (0.7's), MIS
+binary_kl (PR 6800)        in no release                               refused: a correction has ratios alone
 veto                       gone since 0.7.1                            `veto`, under 0.7's names
 input                      computed in its own dtype, bf16 too         float32 for any input; sums are float64
 rollout_is_std, rs_*_std   float32 E[x^2] - E[x]^2, too coarse below   the same in float64: equal to verl's function
@@ -155,7 +156,10 @@ def _rejections(options: str | None, thresholds: str | float | None) -> tuple[Re
     names = list(dict.fromkeys(option.strip() for option in options.split(",") if option.strip()))
     unknown = sorted(set(names) - set(REJECTIONS))
     if unknown or not names:
-        raise ConfigError(f"rollout_rs is {options!r}; allowed, with commas between: {', '.join(REJECTIONS)}")
+        allowed = ", ".join(REJECTIONS)
+        if "binary_kl" in names:
+            allowed += "; binary_kl compares probabilities, and a correction has their ratio alone"
+        raise ConfigError(f"rollout_rs is {options!r}; allowed, with commas between: {allowed}")
     bounds = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",") if part.strip()]
     if len(bounds) not in (1, len(names)):
         raise ConfigError(
@@ -182,14 +186,10 @@ def _rejection(name: str, text: str) -> Rejection:
 def _numbers(name: str, text: str | float) -> tuple[float | None, float]:
     """(low or None, high) of "0.5_2.0", "2.0" or 2.0."""
     try:
-        if isinstance(text, bool):
-            raise ValueError
         *rest, high = (float(part) for part in str(text).split("_"))
-        if len(rest) > 1:
-            raise ValueError
+        (low,) = rest or (None,)
     except ValueError:
         raise ConfigError(f'{name} is {text!r}; allowed: a number, or lower_upper as in "0.5_2.0"') from None
-    low = rest[0] if rest else None
     if not high > 0 or (low is not None and not 0 < low <= high):
         raise ConfigError(f"{name} is {text!r}; allowed: above 0, lower not above upper")
     return low, high

@@ -11,6 +11,7 @@ their sentences name the lever of the trainer that would gain, and its price.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from statistics import median
@@ -26,7 +27,7 @@ from fp8plan.model.rollout import TAIL_SHARE, Simulated
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.cut import bias, cut_after
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
-from fp8plan.runtime.watch.guard.prefix_cache import OFF, Lost, PrefixUse, lost_prefixes, prefix_use
+from fp8plan.runtime.watch.guard.prefix_cache import OFF, Lost, PrefixUse, lost_prefixes
 from fp8plan.schemas import Cause as Logged
 
 # Preemptions per response. The predicted schedule is never wrong by so many.
@@ -95,15 +96,6 @@ class Case(NamedTuple):
         """The least cost of a cause within the prediction, in seconds."""
         return LEAST_LOSS * self.prediction.makespan_s
 
-    def prefix_use(self, smaller: Simulated | None = None) -> PrefixUse | None:
-        """The use of the prefix cache by turns; None without turns, counts or a cache. smaller: as in `prefix_use`"""
-        seen, rewritten = self.observation, self.observation.rewritten_tokens or 0
-        queries, hits = seen.prefix_cache_queries, seen.prefix_cache_hits
-        caching = self.prediction.setup.limits.enable_prefix_caching
-        if not queries or hits is None or not caching or (seen.turns is None and not rewritten):
-            return None
-        return prefix_use(seen.batch, (queries, hits), rewritten, self.prediction.ran, smaller)
-
     def again(self, setup: EngineSetup) -> Simulated:
         """The same work predicted on another engine."""
         return again(setup, self.observation, self.profile, self.prediction.ran.schedules)
@@ -140,7 +132,7 @@ def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
     if facts.cudagraph_mode == "PIECEWISE" and not facts.eager:
         text = "CUDA graphs are PIECEWISE, the profile was measured with FULL_AND_PIECEWISE: leave cudagraph_mode unset"
         yield LikelyCause(Cause.CUDA_GRAPHS_OFF, text)
-    if facts.e8m0 and facts.preset.weights != "bf16" and not find_gpu(facts.gpu).e8m0_scales:
+    if facts.e8m0 and facts.preset.weights != "bf16" and not facts.setup.e8m0:
         text = (
             "DeepGEMM runs with power-of-two scales (E8M0): weights are quantised a second time, to 3.7% RMS error "
             "instead of 2.6%. The profile was measured with FP32 scales, and what E8M0 costs in speed was not: set "
@@ -151,16 +143,13 @@ def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
 
 def _lost_prefixes(case: Case) -> Iterator[LikelyCause]:
     """Yield more prompt tokens that were computed again than predicted."""
-    use = case.prefix_use()
+    ran = case.prediction.ran
+    use = PrefixUse.of(case.observation, ran)
     if use is None or not (use.more_than_expected or use.is_rewritten):
         return
-    setup = case.prediction.setup
-    try:
-        smaller = case.again(with_blocks(setup, case.prediction.ran.memory.kv.usable_blocks // 2))
-    except CapacityError:
-        smaller = None
-    use = case.prefix_use(smaller)
-    lost = None if use is None else lost_prefixes(use)
+    with suppress(CapacityError):
+        use = use.beside(case.again(with_blocks(case.prediction.setup, ran.memory.kv.usable_blocks // 2)))
+    lost = lost_prefixes(use)
     if lost is not None:
         yield LikelyCause(Cause.PREFIX, lost.sentence)
 
@@ -172,7 +161,7 @@ def _small_prefix_cache(case: Case) -> Iterator[LikelyCause]:
         return
     ran = prediction.setup
     if ran.limits.enable_prefix_caching:
-        use = case.prefix_use()
+        use = PrefixUse.of(observation, prediction.ran)
         if use is None or use.more_than_expected or use.is_rewritten:
             return
         better, lost = with_blocks(ran, observation.blocks(prediction.ran.memory.kv)), lost_prefixes(use)

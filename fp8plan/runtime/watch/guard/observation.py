@@ -12,24 +12,21 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
-import numpy as np
-
 from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.cost.host import OWN
-from fp8plan.model.distributions import MOST_TOKENS
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.validate.records import turns_of
+from fp8plan.model.validate.records import batch_of
 from fp8plan.model.workload import Batch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
+from fp8plan.schemas import LENGTHS
 
 # A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
 # vLLM does not name its BF16 GEMM.
@@ -103,7 +100,7 @@ class EngineFacts:
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
     not_predicted:   options of the engine that the cost model does not know (runtime.apply.engine.options)
     inside:          as in EngineSetup
-    keep_bf16:       as in Remedies
+    remedies:        of the engine and its trainer
     delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
     kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
     host_loop_s:     the loop of its host, as in RolloutRecord; None: not known
@@ -119,7 +116,7 @@ class EngineFacts:
     cudagraph_mode: str | None = None
     not_predicted: Sequence[str] = ()
     inside: str = OWN
-    keep_bf16: Kept = (0, 0)
+    remedies: Remedies = NO_REMEDIES
     delta_bytes: int | None = None
     kv_fixed: bool = False
     host_loop_s: float | None = None
@@ -132,8 +129,8 @@ class EngineFacts:
     def setup(self) -> EngineSetup:
         """The engine in the cost model's terms."""
         limits = replace(self.limits, enforce_eager=self.eager)
-        version, remedies = self.engine_version, Remedies(keep_bf16=self.keep_bf16)
-        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, remedies)
+        version = self.engine_version
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, version, self.remedies)
 
     @property
     def eager(self) -> bool:
@@ -195,15 +192,9 @@ class Observation:
                 if not 0 <= value == value // 1:
                     raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
                 object.__setattr__(self, name, int(value))  # Prometheus' counters are floats
-        for name in ("prompt_lengths", "response_lengths"):
-            object.__setattr__(self, name, _lengths(name, getattr(self, name)))
-        ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
-        if not len(self.prompt_lengths) == len(self.response_lengths) == len(ids):
-            counts = f"{len(self.prompt_lengths)}, {len(self.response_lengths)} and {len(ids)}"
-            raise ConfigError(
-                f"prompt_lengths, response_lengths and prompt_ids count {counts}; allowed: as many of each"
-            )
-        assert self.batch is not None  # raises ConfigError for impossible turns
+        batch = self.batch
+        object.__setattr__(self, "prompt_lengths", tuple(batch.prompts.tolist()))
+        object.__setattr__(self, "response_lengths", tuple(batch.responses.tolist()))
 
     def after(self, since_s: float | None) -> Observation:
         """The same with `idle_s`, unless it is known. since_s: from the end of the rollout before to its own end"""
@@ -237,13 +228,8 @@ class Observation:
 
     @property
     def batch(self) -> Batch:
-        ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
-        return Batch(
-            np.asarray(self.prompt_lengths, dtype=np.int64),
-            np.asarray(self.response_lengths, dtype=np.int64),
-            np.unique(list(ids), return_inverse=True)[1].astype(np.int64),
-            turns_of({name: getattr(self, name) for name in ("turns", "concurrent", "response_lengths")}),
-        )
+        """Its requests. Raises ConfigError for impossible ones."""
+        return batch_of({name: getattr(self, name) for name in (*LENGTHS, "concurrent")})
 
 
 def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:
@@ -277,8 +263,7 @@ def joined(parts: Sequence[Observation]) -> Observation:
         at_once = max(part.batch.at_once for part in parts)
     ids: list[int] = []
     for part in parts:
-        own = range(len(part.prompt_lengths)) if part.prompt_ids is None else part.prompt_ids
-        ids += (np.unique(list(own), return_inverse=True)[1] + 1 + max(ids, default=-1)).tolist()
+        ids += (part.batch.prompt_ids + 1 + max(ids, default=-1)).tolist()
     seconds = sum(part.seconds for part in parts)
     return replace(
         last,
@@ -303,15 +288,6 @@ def totals(parts: Sequence[Observation]) -> dict[str, Any]:
         counts = [getattr(part, name) for part in parts]
         sums[name] = None if None in counts else sum(counts)
     return sums
-
-
-def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    values = np.asarray(lengths)
-    if not values.size:
-        raise ConfigError(f"{name} is empty; allowed: tokens of every response of a rollout, at least one")
-    if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1 or values.max() > MOST_TOKENS:
-        raise ConfigError(f"{name} is {str(lengths)[:60]}; allowed: a list of whole numbers, 1 to {MOST_TOKENS:,}")
-    return tuple(values.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from fp8plan.model.cost.base import IntArray
 from fp8plan.model.rollout import Simulated
-from fp8plan.model.workload import Batch
+from fp8plan.runtime.watch.guard.observation import Observation
 
 LOST: Final = 0.05  # share of the prompt tokens, more than expected, from which on a lost prefix is named
 MANY_QUERIES: Final = 100_000  # tokens that were looked up, from which on few hits are named
@@ -44,10 +41,10 @@ MORE_ROOM: Final = "run fewer trajectories at once, or give the KV cache more ro
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """The use of a prefix cache by some requests.
+    """The use of a prefix cache by the requests of a rollout, beside its prediction.
 
     queries, hits: as Observation.prefix_cache_queries and prefix_cache_hits
-    repeated:      tokens of the prompts that earlier prompts and turns have computed; None: not known
+    repeated:      tokens of the prompts that earlier prompts and turns have computed
     rewritten:     as Observation.rewritten_tokens
     expected:      share of the prompt tokens that the prediction computes again
     at_most:       the same with half of the cache; None: not predicted
@@ -56,52 +53,68 @@ class PrefixUse:
 
     queries: int
     hits: int
-    repeated: int | None = None
+    repeated: int
     rewritten: int = 0
     expected: float = 0.0
     at_most: float | None = None
     replicas: int = 1
 
-    @property
-    def again(self) -> float | None:
-        """The share of the prompt tokens that were computed again; None: not known."""
-        if self.repeated is None:
+    @classmethod
+    def of(cls, seen: Observation, ran: Simulated) -> PrefixUse | None:
+        """The use of the cache by turns. ran: the prediction for what ran
+
+        None without turns, counts or a cache, and if the engine looked up other requests, too.
+        """
+        queries, hits, rewritten = seen.prefix_cache_queries, seen.prefix_cache_hits, seen.rewritten_tokens or 0
+        if not queries or hits is None or not ran.model.limits.enable_prefix_caching:
             return None
+        asked, kept, lost = (_total(ran, name) for name in ("queried_tokens", "hit_tokens", "again_tokens"))
+        if (seen.turns is None and not rewritten) or abs(queries - asked) > LOST * asked:
+            return None
+        return cls(queries, hits, kept + lost, rewritten, lost / asked, replicas=len(ran.schedules))
+
+    def beside(self, smaller: Simulated) -> PrefixUse:
+        """The same with `at_most`. smaller: the prediction with half of the cache"""
+        return replace(self, at_most=_total(smaller, "again_tokens") / _total(smaller, "queried_tokens"))
+
+    @property
+    def again(self) -> float:
+        """The share of the prompt tokens that were computed again."""
         return max(0, self.repeated - self.hits) / self.queries
 
     @property
     def more_than_expected(self) -> bool:
         """True if clearly more tokens were computed again than predicted."""
-        return self.again is not None and self.again >= self.expected + LOST
+        return self.again >= self.expected + LOST
 
     @property
     def is_rewritten(self) -> bool:
         """True if many prompts have other tokens in the place of an answer, which no cache has."""
         share = self.rewritten / self.queries
-        return share >= LOST and share >= (self.again or 0.0) / 2
+        return share >= LOST and share >= self.again / 2
 
     @property
     def holds(self) -> float:
-        """The share of what comes again that the cache still has then, as predicted."""
-        return 1 - self.expected * self.queries / max(1, self.repeated or 0)
+        """The share of the repeated tokens that the cache still has, as predicted."""
+        return 1 - self.expected * self.queries / max(1, self.repeated)
+
+
+def _total(ran: Simulated, column: str) -> int:
+    """The sum of a column over the schedules of all replicas."""
+    return sum(plan.total(getattr(plan, column)) for plan in ran.schedules)
 
 
 def lost_prefixes(use: PrefixUse) -> Lost | None:
     """The lost prefixes in words; None if there are few."""
-    again = use.again
-    if again is None:
-        if use.queries < MANY_QUERIES or use.hits >= FEW_HITS * use.queries:
-            return None
-        return Lost("turns and samples of one prompt would hit", f"{SAME_TOKENS}; {SAME_REPLICA}; or {MORE_ROOM}")
-    if again < LOST and not use.is_rewritten:
+    if use.again < LOST and not use.is_rewritten:
         return None
-    says = f"{again:.0%} of the prompt tokens were computed again"
+    says = f"{use.again:.0%} of the prompt tokens were computed again"
     if use.more_than_expected:
         says += f", {use.expected:.0%} predicted"
     if use.is_rewritten:
         where = f"{use.rewritten / use.queries:.0%} stand in the place of an answer, and are other tokens than it"
         return Lost(f"{says}; {where}", f"{SAME_TOKENS}, without a template that drops or writes them anew")
-    if use.expected >= LOST and again < max(use.at_most or 0.0, use.expected) + LOST:
+    if use.expected >= LOST and use.again < max(use.at_most or 0.0, use.expected) + LOST:
         return Lost(f"{says}; the cache holds {use.holds:.0%} of what waits", MORE_ROOM)
     if use.replicas > 1:
         elsewhere = f"a turn that comes to another of {use.replicas} replicas finds nothing there"
@@ -110,68 +123,8 @@ def lost_prefixes(use: PrefixUse) -> Lost | None:
     return Lost(f"{says}; {alone}", f"{SAME_TOKENS}, and let nothing reset the cache between them")
 
 
-def prefix_use(
-    batch: Batch, counted: tuple[int, int], rewritten: int, ran: Simulated, smaller: Simulated | None = None
-) -> PrefixUse | None:
-    """The use of the cache by a batch beside its prediction; None if the engine looked up other requests, too.
-
-    counted: queries and hits
-    smaller: the same prediction with half of the cache
-    """
-    queries, hits = counted
-    ends, asked = _tokens_at_ends(batch), _prompt_tokens(batch)
-    if abs(queries - asked) > LOST * asked:
+def few_hits(queries: int, hits: int) -> Lost | None:
+    """Few hits in words, where nothing is predicted; None if they are enough, or if few tokens were looked up."""
+    if queries < MANY_QUERIES or hits >= FEW_HITS * queries:
         return None
-    repeated = _repeated(batch, ends, ran.model.limits.block_size)
-    return PrefixUse(
-        queries,
-        hits,
-        repeated,
-        rewritten,
-        expected=_again(repeated, asked, ran),
-        at_most=None if smaller is None else _again(repeated, asked, smaller),
-        replicas=len(ran.schedules),
-    )
-
-
-def _tokens_at_ends(batch: Batch) -> IntArray:
-    """The tokens of its trajectory at the end of each turn, shape (turns,)."""
-    turns = batch.turns
-    if turns is None:
-        return batch.lengths
-    added = turns.generated + turns.tool
-    before = np.cumsum(added) - added
-    counts = np.diff(turns.first)
-    ends: IntArray = np.repeat(batch.prompts - before[turns.first[:-1]], counts) + before + turns.generated
-    return ends
-
-
-def _prompt_tokens(batch: Batch) -> int:
-    """The tokens of the prompts of all turns."""
-    generated = batch.responses if batch.turns is None else batch.turns.generated
-    return int((_tokens_at_ends(batch) - generated).sum())
-
-
-def _repeated(batch: Batch, ends: IntArray, block_size: int) -> int:
-    """The tokens of all prompts that an earlier prompt or turn has computed, in full blocks.
-
-    A cache that holds everything has them. The last token of a turn is not computed before the next one.
-    """
-    _, first, counts = np.unique(batch.prompt_ids, return_index=True, return_counts=True)
-    shared = (counts - 1) * _in_blocks(batch.prompts[first], block_size)
-    if batch.turns is None:
-        return int(shared.sum())
-    goes_on = np.ones(len(ends), dtype=bool)
-    goes_on[batch.turns.first[1:] - 1] = False
-    return int(shared.sum() + _in_blocks(ends[goes_on], block_size).sum())
-
-
-def _in_blocks(tokens: IntArray, block_size: int) -> IntArray:
-    """Those of the first tokens that are in full blocks, without the last token."""
-    return (tokens - 1) // block_size * block_size
-
-
-def _again(repeated: int, asked: int, ran: Simulated) -> float:
-    """The share of the prompt tokens that the prediction computes again."""
-    turns = ran.rollout.turns
-    return 0.0 if turns is None else max(0.0, repeated / asked - turns["hit_share"])
+    return Lost("turns and samples of one prompt would hit", f"{SAME_TOKENS}; {SAME_REPLICA}; or {MORE_ROOM}")

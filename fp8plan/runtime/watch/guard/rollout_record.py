@@ -34,7 +34,7 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
     imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
     optional = {
         "max_cudagraph_capture_size": limits.max_cudagraph_capture_size,
-        "keep_bf16": list(facts.keep_bf16) if any(facts.keep_bf16) else None,
+        "keep_bf16": list(facts.remedies.keep_bf16) if any(facts.remedies.keep_bf16) else None,
         "delta_bytes": facts.delta_bytes,
         "host_loop_s": facts.host_loop_s,
     }

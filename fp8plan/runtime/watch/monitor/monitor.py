@@ -82,9 +82,9 @@ class _Context(NamedTuple):
 class Monitor:
     """One call per training step: measure, decide the thresholds, correct, judge the rollout, write the record.
 
-    settings:   settings of the correction, with the controller's initial thresholds; None: token TIS, C = 2
-    controller: ConstantThresholds, or LevelThresholds, which tighten when the KL rises. None: constants of the plan or
-                of the settings
+    settings:   settings of the correction, with the controller's initial thresholds; None: token TIS
+    controller: ConstantThresholds, or LevelThresholds, which tighten when the KL rises. None: the default law
+                (fp8plan.runtime.watch.controller.fit): C of token TIS from 4 to 2, all else constant
     sinks:      destinations of the records; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the expected KL of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
@@ -106,8 +106,8 @@ class Monitor:
     `engine.apply(step.verdict, step.decided.escalate)` before the next sync.
 
     It follows the guard's advice, or else `escalate`. With another engine, the training loop acts itself: on
-    "recalibrate_kv", and some steps later perhaps on "step_down", to a precision with less FP8. `escalate` is None if
-    the engine has no safer precision left; `step.decided.reason` says so.
+    "recalibrate_kv", and at a KL beyond repair on "step_down", to a precision with less FP8. `escalate` is None if the
+    engine has no safer precision left; `step.decided.reason` says so.
 
     `failures` counts the lost records of each sink: a sink never stops training.
     Raises ConfigError for arguments that cannot work, for a sink that cannot be opened, and without torch.

@@ -242,7 +242,7 @@ class TensorBoard:
             self.open()
         wall = datetime.fromisoformat(record["date"]).timestamp()
         try:
-            for name, value in _numbers(record):
+            for name, value in numbers(record):
                 self._writer.add_scalar(name, value, record["step"], walltime=wall)
             self._writer.flush()  # so that a failure shows in its own step
         except Exception:
@@ -312,7 +312,7 @@ class Prometheus:
         record = self._record
         if record is None:
             return
-        gauges = {re.sub(r"[^a-zA-Z0-9_:]", "_", name): (name, value) for name, value in _numbers(record)}
+        gauges = {re.sub(r"[^a-zA-Z0-9_:]", "_", name): (name, value) for name, value in numbers(record)}
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(name, meaning, value=value)
         yield GaugeMetricFamily("fp8plan_step", "training step of the last record", value=record["step"])
@@ -327,5 +327,6 @@ class Prometheus:
                 yield family
 
 
-def _numbers(record: Record) -> Iterator[tuple[str, float]]:
+def numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """Return the metrics that have a value."""
     return ((name, float(value)) for name, value in record["metrics"].items() if value is not None)

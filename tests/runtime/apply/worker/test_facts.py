@@ -87,6 +87,12 @@ def test_only_linears_in_fp8_blocks_have_a_kind_of_scales() -> None:
         assert facts_of(torch.nn.Linear(1, 1), layer)["e8m0"] is e8m0
 
 
+def test_a_checkpoints_config_names_its_scales() -> None:
+    for how, e8m0 in (({"scale_fmt": "ue8m0"}, True), ({"scale_fmt": None}, False), (None, False)):
+        model_config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=how))
+        assert facts._holds_e8m0(model_config) is e8m0
+
+
 @pytest.mark.vllm
 def test_a_cache_is_fp8_if_a_layers_is() -> None:
     plain, fp8 = attention(implementation(FLASH), "auto"), attention(implementation(FLASH))

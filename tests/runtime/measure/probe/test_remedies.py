@@ -216,6 +216,14 @@ def test_replay_without_experts_is_refused_before_an_engine_starts(engines: list
     assert engines == []
 
 
+@pytest.mark.vllm
+def test_kept_layers_without_fp8_are_refused_before_an_engine_starts(engines: list[tuple[Any, ...]]) -> None:
+    kept = [NO_REMEDIES, Remedies(keep_bf16=(1, 1))]
+    with pytest.raises(ConfigError, match=r"keep_bf16 is \(1, 1\), and no precision of the probe has FP8 weights"):
+        probe(str(checkpoint("dense", "a")), ["bf16", "fp8_kv"], PROMPTS, gpu="cpu", remedies=kept)
+    assert engines == []
+
+
 def test_layers_are_kept_only_beside_linears_in_fp8() -> None:
     kept = Remedies(keep_bf16=(1, 1))
     assert in_effect(kept, "fp8_block+fp8_kv") == kept

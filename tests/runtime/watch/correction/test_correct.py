@@ -184,6 +184,29 @@ def test_the_veto_keeps_what_is_at_its_bound_and_counts_no_empty_sequence() -> N
     assert found.metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == 0.25
 
 
+def test_a_veto_with_a_largest_ratio_drops_sequences_of_both_kinds_of_outliers() -> None:
+    ratios = (1.0, 120.0, 1.0, 0.5, 2.0, 1e-5)
+    for veto, mask in (
+        ((0.0, 100), [0, 0, 1, 1, 1, 1]),
+        ((1e-4, inf), [1, 1, 1, 1, 0, 0]),
+        ([1e-4, 100], [0, 0, 1, 1, 0, 0]),
+    ):
+        found = corrected(CorrectionSettings(veto=veto), ratios, (2, 2, 2))
+        assert found.mask.int().tolist() == mask
+        assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(1 - sum(mask) / 6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_floor_is_the_smallest_weight_and_counts_as_clipped(level: Any) -> None:
+    found = corrected(CorrectionSettings(level, thresholds=Thresholds(1.4), floor=0.8))
+    ratio = {"token": RATIOS, "sequence": (0.375,) * 3 + (4.0,) * 2, "geometric": (0.375 ** (1 / 3),) * 3 + (2.0,) * 2}[
+        level
+    ]
+    assert rounded(found.weights) == [round(min(max(x, 0.8), 1.4), 5) for x in ratio]
+    assert found.clip_fraction == pytest.approx(sum(not 0.8 <= x <= 1.4 for x in ratio) / 5)
+    assert found.mask.all()
+
+
 @pytest.mark.parametrize("mode", ["tis", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_figures_of_weights_are_those_of_their_definition(level: Any, mode: Any) -> None:
@@ -396,6 +419,10 @@ def test_half_precision_is_computed_in_float32() -> None:
         (lambda: CorrectionSettings(mode="clip"), "allowed: 'tis'"),
         (lambda: CorrectionSettings(mode="mis"), "needs a band"),
         (lambda: CorrectionSettings(veto=2.0), "between 0 and 1"),
+        (lambda: CorrectionSettings(veto=(0.5, 0.9)), r"\(low, high\) with 0 <= low < 1 < high"),
+        (lambda: CorrectionSettings(floor=1.5), "floor is 1.5; allowed: 0 to 1"),
+        (lambda: CorrectionSettings(mode="mis", thresholds=BAND, floor=0.5), "allowed: mode 'tis'"),
+        (lambda: CorrectionSettings(None, floor=0.5), "without weights that are truncated"),
         (lambda: Thresholds(0.0), "above 0"),
         (lambda: Thresholds(nan), "above 0"),
         (lambda: Thresholds(band=(2.0, 0.5)), "low <= high"),
@@ -414,7 +441,7 @@ def test_settings_that_cannot_be(make: Any, says: str) -> None:
 
 
 def test_settings_of_verl() -> None:
-    assert from_verl({"rollout_is": "token"}) == CorrectionSettings()
+    assert from_verl({"rollout_is": "token"}) == CorrectionSettings(thresholds=Thresholds(2.0))
     found = from_verl(
         {
             "rollout_is": "sequence",
@@ -453,7 +480,7 @@ def test_settings_of_verl_wherever_they_lie(config: Any) -> None:
 
 def test_settings_of_verl_that_are_off() -> None:
     for config in ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, {"rollout_correction": {}}):
-        assert from_verl(config) == CorrectionSettings(None)
+        assert from_verl(config) == CorrectionSettings(None, thresholds=Thresholds(2.0))
 
 
 @pytest.mark.parametrize(
@@ -485,6 +512,7 @@ def test_settings_of_verl_that_are_off() -> None:
         (NODE | {"rollout_is_threshold": [0.5, 5.0]}, "rollout_is_threshold is"),
         (NODE | {"rollout_rs": ["token_k1"], "rollout_rs_threshold": 2.0}, "rollout_rs is"),
         (NODE | {"rollout_rs": "token_k1", "rollout_rs_threshold": {}}, "rollout_rs_threshold is"),
+        (NODE | {"rollout_rs": "binary_kl", "rollout_rs_threshold": 0.1}, "binary_kl compares probabilities"),
         ({"rollout_is": None, "rollout_is_threshold": True}, "rollout_is_threshold is True"),
     ],
 )
@@ -502,7 +530,7 @@ def test_verls_whole_config(trainer: str) -> None:
 
     path = Path(verl.__file__).parent / "trainer" / "config" / f"_generated_{trainer}.yaml"
     config: Any = OmegaConf.load(path)
-    assert from_verl(config) == CorrectionSettings(None)
+    assert from_verl(config) == CorrectionSettings(None, thresholds=Thresholds(2.0))
     config.algorithm.rollout_correction.rollout_is = "sequence"
     config.algorithm.rollout_correction.rollout_is_threshold = 3
     expected = CorrectionSettings("sequence", thresholds=Thresholds(3.0))

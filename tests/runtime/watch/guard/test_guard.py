@@ -20,6 +20,7 @@ from fp8plan.model.plan.anchor import Anchor, anchored
 from fp8plan.model.plan.choice import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import HOST_PACE, Profile
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rollout import clocks
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
@@ -364,6 +365,7 @@ def test_power_of_two_scales_are_named_where_they_need_not_be() -> None:
     assert "VLLM_USE_DEEP_GEMM_E8M0=0" in named.sentence
     assert not found(record, Cause.E8M0)
     assert not found(record, Cause.E8M0, e8m0=None)
+    assert not found(record, Cause.E8M0, e8m0=True, remedies=Remedies(trainer_precision="fp8_block_pow2"))
     card, imported = "b200", load_profile(find_gpu("b200"), "0.26.0")[0]
     _, verdict = update(
         GuardState(), observed(record), facts_of(record, gpu=card, e8m0=True), imported, GuardSettings()
@@ -547,7 +549,7 @@ def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
         ({"seconds": 0.0}, "seconds is 0.0"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"response_lengths": []}, "response_lengths is empty"),
-        ({"response_lengths": [4, 0]}, "response_lengths is"),
+        ({"response_lengths": [4, 0]}, "response_lengths has 0"),
         ({"response_lengths": [4.5, 1.0]}, "response_lengths is"),
         ({"response_lengths": [4]}, "as many of each"),
         ({"prompt_ids": [1]}, "as many of each"),

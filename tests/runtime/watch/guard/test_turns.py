@@ -187,7 +187,7 @@ def test_rollouts_of_turns_correct_the_profile_and_have_waits() -> None:
     assert guard.settings.anchor is not None
     assert verdict.as_fast is True
     unknown = replace(work(), turns=[[(a, b, None) for a, b, _ in each] for each in work().every_turn])
-    with pytest.raises(ConfigError, match="wait_s of turn 0 of trajectory 0 is nan"):
+    with pytest.raises(ConfigError, match="the log does not say how long the tools took"):
         guard.after_rollout(unknown)
     with pytest.raises(ConfigError, match=r"response 1 has .* tokens in its turns"):
         replace(work(), response_lengths=[1] * 48)

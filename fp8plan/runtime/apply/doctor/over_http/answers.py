@@ -15,6 +15,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.precision import BLOCK
+from fp8plan.runtime.apply.doctor.checks import VLLM_NAMES
 from fp8plan.runtime.apply.doctor.over_http.client import GIVE_URL, CannotLook, shown
 from fp8plan.schemas import checked
 
@@ -77,6 +79,7 @@ class Facts(Struct, kw_only=True):
     layers: dict[str, int] | UnsetType = UNSET
     kernels: dict[str, str] | UnsetType = UNSET
     e8m0: bool | UnsetType | None = UNSET
+    held_e8m0: bool | UnsetType = UNSET
     attention: list[str] | UnsetType = UNSET
     kv_cache_dtype: str | UnsetType | None = UNSET
     cudagraph_mode: str | UnsetType | None = UNSET
@@ -214,6 +217,8 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
         del facts["experts"]
     if facts.get("quantization", "") is None:
         facts["e8m0"] = None  # no weights are FP8
+    elif facts.get("quantization") == "online" and _in_blocks(settings["model_config"].get("quantization_config")):
+        facts["quantization"] = VLLM_NAMES["fp8_block"]
     for labels, _ in metrics.get("vllm:cache_config_info", ())[:1]:
         if labels.get("cache_dtype"):
             facts["kv_cache_dtype"] = labels["cache_dtype"]
@@ -224,6 +229,22 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
     except ConfigError as error:
         raise CannotLook(f"{shown(error)}; {GIVE_URL}") from None
     return facts
+
+
+def _in_blocks(config: Any) -> bool:
+    """True if a configuration of online quantisation, as fp8plan emits it, has FP8 blocks for linears and experts."""
+    return all(
+        _at(config, kind, "weight", "dtype") == "torch.float8_e4m3fn"
+        and _at(config, kind, "weight", "scale", "group_shape") == BLOCK
+        for kind in ("linear", "moe")
+    )
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """The value in nested objects; None if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def output_of(answer: Completion, prompt: Sequence[int], settings: Mapping[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from zlib import crc32
 import msgspec
 from msgspec import Struct
 
+from fp8plan.checks import arrow
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.model.weight_changes import frame_bytes
 from fp8plan.runtime.apply.interrupts import let_in
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CODECS: Final = (None, "zstd")
+ZSTD: Final = "the codec zstd"  # in an error
 TAIL: Final = struct.Struct("<qq")  # the index's checksum, and its bytes
 
 
@@ -159,13 +161,10 @@ def _most_bytes(entry: Entry) -> int:
 
 
 def _compressed(data: bytes) -> bytes:
-    import pyarrow
-
-    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+    return bytes(arrow(ZSTD).compress(data, codec="zstd", asbytes=True))
 
 
 def _expanded(data: bytearray, nbytes: int) -> bytearray:
     """Expand a patch. Raises OSError for other bytes than `nbytes` compressed ones."""
-    import pyarrow
-
-    return bytearray(pyarrow.decompress(memoryview(data), decompressed_size=nbytes, codec="zstd", asbytes=True))
+    plain = arrow(ZSTD).decompress(memoryview(data), decompressed_size=nbytes, codec="zstd", asbytes=True)
+    return bytearray(plain)

@@ -23,11 +23,11 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from fp8plan.checks import instance
+from fp8plan.checks import arrow, instance
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.model.weight_changes import TopK
-from fp8plan.runtime.apply.weight_sync.delta.archive import CODECS, blocks
+from fp8plan.runtime.apply.weight_sync.delta.archive import CODECS, ZSTD, blocks
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
 from fp8plan.runtime.apply.weight_sync.delta.listing import LATEST, Latest, Link, Store, Writer
 from fp8plan.runtime.apply.weight_sync.delta.patch import packed, refuse_values, whole
@@ -91,6 +91,8 @@ class Publisher:
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"codec is {codec!r}; allowed: None, 'zstd'")
+        if codec is not None:
+            arrow(ZSTD)
         if top_k is not None:
             instance("top_k", top_k, TopK, "TopK(share=1e-4)")
         self._every = whole_number("every", every, 1)

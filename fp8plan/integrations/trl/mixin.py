@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,37 +17,34 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig
 
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import (
     announce,
+    check_model,
     engine_metrics,
     load_state,
-    plan_for,
     read_plan,
     safer_than,
     save_state,
 )
+from fp8plan.integrations.request import Rollouts, plan_of_words, words_of
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
+from fp8plan.integrations.trl.request import check_args, prompt_lengths, rollouts_of, rollouts_with
 from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
-from fp8plan.integrations.trl.settings import (
-    check_args,
-    check_plan,
-    check_trl,
-    colocated_limits,
-    generating_with,
-    lengths_of,
-    responses_in,
-    spread,
-)
+from fp8plan.integrations.trl.settings import check_plan, check_trl, generating_with
+from fp8plan.model.distributions import Trace
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.workload import Workload
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import Action
@@ -79,6 +76,7 @@ class Planned(Trainer):
     plan:   "auto": made from the model, the GPU and TRL's own settings; or a Plan, or the path of a plan's JSON; None:
             TRL's own trainer
     choice: index into the plan's choices, or one of its precisions; the chosen one unless given
+    dry_run: print the plan's table, and end the program before an engine starts
 
     All other arguments are TRL's. With a plan the attributes `plan` and `rollout_engine` are the Plan and the
     RolloutEngine, else None. `rollout_engine.shutdown()` frees the engine's memory. With a server `rollout_engine` is
@@ -92,25 +90,31 @@ class Planned(Trainer):
     else. Also raises the errors of `fp8plan.plan` and `RolloutEngine.from_plan`.
     """
 
-    OWN: ClassVar[tuple[str, ...]] = ("plan", "choice")  # arguments beside TRL's
+    OWN: ClassVar[tuple[str, ...]] = ("plan", "choice", "dry_run")  # arguments beside TRL's
     monitor: Monitor | None = None
     _logged: Advice = NO_ADVICE  # the last one that was only logged
 
     def __init__(
-        self, *args: Any, plan: Plan | str | Path | None = None, choice: int | str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        plan: Plan | str | Path | None = None,
+        choice: int | str | None = None,
+        dry_run: bool = False,
+        **kwargs: Any,
     ) -> None:
         of_trl = inspect.signature(super().__init__)
         refuse_names(type(self).__name__, kwargs, of_trl.parameters, self.OWN)
         self.plan: Plan | None = None
         self.rollout_engine: RolloutEngine | ServerEngine | None = None
         if plan is None:
-            if choice is not None:
-                raise ConfigError("choice belongs to a plan, and plan is None; type: plan='auto'")
+            if choice is not None or dry_run:
+                raise ConfigError("choice and dry_run belong to a plan, and plan is None; type: plan='auto'")
             super().__init__(*args, **kwargs)
             return
         check_trl()
         self._check_args(of_trl.bind(*args, **kwargs).arguments.get("args"))
         self.plan, self._choice, self._source = read_plan(plan), choice, plan
+        self._dry_run = dry_run
         try:
             with self._generating():
                 super().__init__(*args, **kwargs)
@@ -143,9 +147,9 @@ class Planned(Trainer):
     def _watch(self, engine: Any) -> None:
         """Begin to watch a started engine."""
 
-    def _remedies(self) -> Remedies:
-        """The remedies to plan with."""
-        return NO_REMEDIES
+    def _remedies(self) -> Mapping[str, Any]:
+        """The fields of Remedies to plan with."""
+        return {}
 
     def _of_engine(self) -> dict[str, Any]:
         """Arguments of vllm.LLM beside the plan's and TRL's."""
@@ -159,6 +163,11 @@ class Planned(Trainer):
     # ------------------------------------------------------------------------------------------------- plan and engine
 
     def _generation(self, *args: Any, **settings: Any) -> PlannedGeneration | PlannedServer:
+        if getattr(self, "_is_vlm", False) or getattr(self, "is_vision_model", False):
+            raise ConfigError(
+                "the policy takes images, and no plan has run with them; type: processing_class=AutoTokenizer."
+                "from_pretrained(MODEL), which trains on text alone, or plan=None"
+            )
         settings |= {"before_sync": self._follow_advice, "rollout": self._rollout}
         if settings["mode"] == "server":
             return PlannedServer(*args, connect=self._connect, **settings)
@@ -168,9 +177,8 @@ class Planned(Trainer):
         """Start the planned engine; with plan="auto", plan first."""
         on_cpu, model = self.accelerator.device.type == "cpu", generation.model.name_or_path
         if self.plan is None:
-            limits = colocated_limits(model, generation, on_cpu)
             loop_s = None if on_cpu else self._host_loop_s()
-            self._plan_for(generation, "cpu" if on_cpu else "auto", limits, generation.max_num_seqs, "trl", loop_s)
+            self._plan_for(generation, "cpu" if on_cpu else "auto", loop_s)
         plan = self._planned(generation, on_cpu)
         of_trl |= self._of_engine()
         self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
@@ -185,8 +193,7 @@ class Planned(Trainer):
         limits = limits_of(served.config, on_cpu)
         self._check_limits(generation, limits)
         if self.plan is None:
-            responses = responses_in(generation, self.accelerator.num_processes)
-            self._plan_for(generation, gpu, limits, responses, "server", loop_of(served))
+            self._plan_for(generation, gpu, loop_of(served), limits)
         plan = self._planned(generation, on_cpu)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
@@ -202,7 +209,7 @@ class Planned(Trainer):
         """
         if not (getattr(self, "tools", None) or getattr(self, "environment_factories", None)):
             return
-        lengths = self._prompt_lengths()
+        lengths = self._prompt_lengths().get("prompt_lengths")
         prompt = 1 if lengths is None else max(lengths.values)
         longest, needed = limits.max_model_len or 0, prompt + 2 * generation.max_completion_length
         if longest < needed:
@@ -222,50 +229,48 @@ class Planned(Trainer):
         self,
         generation: PlannedGeneration | PlannedServer,
         gpu: str,
-        limits: EngineLimits,
-        responses: int,
-        inside: str,
         host_loop_s: float | None,
+        limits: EngineLimits | None = None,
     ) -> None:
-        self.plan = plan_for(
-            generation.model.name_or_path,
-            gpu,
-            limits,
-            responses=responses,
-            samples=getattr(self, "num_generations", 1),
-            longest_response=generation.max_completion_length,
-            prompt_lengths=self._prompt_lengths(),
-            inside=inside,
-            host_loop_s=host_loop_s,
-            timed="by the server" if inside == "server" else "here",
-            remedies=self._remedies(),
-        )
+        """Plan for the engines of the configuration. limits: a server's"""
+        own: dict[str, Any] = {"model": generation.model.name_or_path, "gpu": gpu, "host_loop_s": host_loop_s}
+        own["engine_version"] = check_vllm_version().partition("+")[0]
+        if limits is not None:
+            own["limits"] = limits
+        rollouts = replace(self._rollouts(generation), remedies=self._remedies())
+        typed = {PlanRequest: own, Workload: self._prompt_lengths()}
+        self.plan = plan_of_words(words_of(rollouts, typed), "here" if limits is None else "by the server")
+
+    def _rollouts(self, generation: PlannedGeneration | PlannedServer) -> Rollouts:
+        """The rollouts of the configuration."""
+        if isinstance(self.args, GRPOConfig):
+            return rollouts_of(self.args)
+        return rollouts_with(generation, getattr(self, "num_generations", 1), self.accelerator.num_processes)
 
     def _planned(self, generation: PlannedGeneration | PlannedServer, on_cpu: bool) -> Plan:
-        """The checked plan."""
+        """The checked plan. Raises SystemExit once it is printed in a dry run."""
         assert self.plan is not None
-        if getattr(self, "_is_vlm", False) or getattr(self, "is_vision_model", False):
-            raise ConfigError(
-                "the policy takes images, and no plan has run with them; type: processing_class=AutoTokenizer."
-                "from_pretrained(MODEL), which trains on text alone, or plan=None"
-            )
         check_plan(self.plan, self._choice, generation, on_cpu)
-        self.plan.setup(self._choice).check_model(generation.model.name_or_path)
+        check_model(self.plan.setup(self._choice), generation.model.name_or_path)
         self._check_planned(generation)
         if self.accelerator.is_main_process:
-            announce(self.plan, self._source, self._choice)
+            announce(self.plan, self._source, self._choice, self._dry_run)
+        if self._dry_run:
+            raise SystemExit(0)
         return self.plan
 
-    def _prompt_lengths(self) -> Any:
-        """Lengths of the dataset's prompts; None where they come from elsewhere, or TRL tokenises them later."""
-        rows, tokenize = self.train_dataset, getattr(self, "_tokenize_prompts", None)
-        from_elsewhere = getattr(self, "environment_factories", None) is not None
-        if tokenize is None or not hasattr(rows, "__len__") or from_elsewhere:
-            return None
-        tokenised = tokenize([rows[index]["prompt"] for index in spread(len(rows))])
-        return lengths_of(
-            tokenised[0] if isinstance(tokenised, tuple) else tokenised
-        )  # with images and fields, or alone
+    def _prompt_lengths(self) -> dict[str, Trace]:
+        """Lengths of the dataset's prompts; none where they come from elsewhere, or TRL tokenises them later."""
+        of_trl = getattr(self, "_tokenize_prompts", None)
+        if of_trl is None or getattr(self, "environment_factories", None) is not None:
+            return {}
+
+        def tokenize(prompts: list[Any]) -> Sequence[Sequence[int]]:
+            tokenised = of_trl(prompts)
+            ids: Sequence[Sequence[int]] = tokenised[0] if isinstance(tokenised, tuple) else tokenised
+            return ids  # without images and fields
+
+        return prompt_lengths(self.train_dataset, tokenize)
 
     # ----------------------------------------------------------------------------------------------- rollouts and guard
 

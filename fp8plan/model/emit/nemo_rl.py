@@ -1,0 +1,95 @@
+"""A planned engine as Hydra overrides for NeMo RL, as of 22 August 2026 (examples/configs/grpo_math_1B.yaml).
+
+`precision=fp8` are blocks of 128 x 128. An FP8 cache needs them, and Megatron, which measures the K and V scales before
+each weight sync (`init_fp8` of nemo_rl/models/generation/vllm/quantization/fp8.py; nemo_rl/algorithms/grpo.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fp8plan.model.architecture.kept import OUTPUTS, ends_of
+from fp8plan.model.emit.job import Job
+from fp8plan.model.emit.spelling import hydra, pasted
+from fp8plan.model.emit.stock import Stock, engine_words, notes
+from fp8plan.model.emit.trainers import ENGINE_E8M0, NEMO_RL
+from fp8plan.model.emit.vllm import vllm_env
+
+_VLLM: Final = "++policy.generation.vllm_cfg"
+_LOSS: Final = "++loss_fn"
+# Parts of the names of attention outputs, as MODULES of fp8plan/model/architecture/held.py has them for vLLM.
+_OUTPUTS: Final = ("o_proj", "self_attn.out_proj", "self_attn.dense")
+_REPLICAS: Final = "cluster.num_nodes * cluster.gpus_per_node decides it"
+
+STOCK: Final = Stock(
+    title="NeMo RL of 22 August 2026 (7ea279ab)",
+    paste="the end of: uv run examples/run_grpo.py ...",
+    engine="vLLM 0.25.1",
+    words={
+        "model": "++policy.model_name",
+        "tensor_parallel_size": f"{_VLLM}.tensor_parallel_size",
+        "expert_ranks": f"{_VLLM}.expert_parallel_size",
+        "gpu_memory_utilization": f"{_VLLM}.gpu_memory_utilization",
+        "max_model_len": "++policy.max_total_sequence_length",
+        "enable_prefix_caching": f"{_VLLM}.enable_prefix_caching",
+        "enforce_eager": f"{_VLLM}.enforce_eager",
+        "kv_cache_dtype": f"{_VLLM}.kv_cache_dtype",
+    },
+    passed="++policy.generation.vllm_kwargs.",
+    omitted=("quantization", "quantization_config"),
+    trainer=NEMO_RL,
+)
+
+
+def emit_nemo_rl(job: Job) -> str:
+    """The overrides as shell words."""
+    settings = {
+        **engine_words(job, STOCK),
+        **_precision(job),
+        "++grpo.num_prompts_per_step": job.tokens("prompts"),
+        "++grpo.num_generations_per_prompt": job.tokens("samples"),
+        "++data.max_input_seq_length": job.tokens("max_prompt_tokens"),
+        "++policy.generation.max_new_tokens": job.tokens("max_response_tokens"),
+        **_correction(job),
+    }
+    remedies = [f"++{word.lstrip('+')}" for word in NEMO_RL.words(job.setup.remedies)]
+    by_megatron = bool(remedies) or job.setup.precision.kv == "fp8"
+    if by_megatron:
+        settings |= {"++policy.megatron_cfg.enabled": True, "++policy.dtensor_cfg.enabled": False}
+    more = ["policy.train_global_batch_size is yours to set: at most prompts times samples of a step"]
+    if job.setup.precision.kv == "fp8":
+        more.append(
+            "its FP8 cache needs policy.generation.vllm_cfg.async_engine=false and "
+            "policy.megatron_cfg.pipeline_model_parallel_size=1"
+        )
+    words = [*(hydra(key, value) for key, value in settings.items()), *remedies]
+    return pasted([[word] for word in words], notes(job, STOCK, _REPLICAS, *more))
+
+
+def _precision(job: Job) -> dict[str, Any]:
+    setup = job.setup
+    if not setup.precision.in_blocks:
+        return {f"{_VLLM}.precision": "bfloat16"}
+    settings: dict[str, Any] = {f"{_VLLM}.precision": "fp8"}
+    scales = vllm_env(setup).get(ENGINE_E8M0)
+    if scales == "0":
+        settings[f"{_VLLM}.use_deep_gemm"] = True  # keeps the scales in FP32, too
+    elif scales is not None:
+        settings[f"{_VLLM}.env_vars.{ENGINE_E8M0}"] = scales
+    kept = setup.remedies.keep_bf16
+    if any(ends_of(kept)):
+        first, last = ends_of(kept)
+        settings |= {f"{_VLLM}.num_first_layers_in_bf16": first, f"{_VLLM}.num_last_layers_in_bf16": last}
+    if OUTPUTS in kept:
+        settings[f"{_VLLM}.quantization_ignored_layer_kws"] = list(_OUTPUTS)
+    return settings
+
+
+def _correction(job: Job) -> dict[str, Any]:
+    """Its rollouts in FP8 refuse to run without importance weights."""
+    settings: dict[str, Any] = {
+        f"{_LOSS}.use_importance_sampling_correction": job.constant_tis is not None or job.setup.precision.in_blocks,
+        f"{_LOSS}.truncated_importance_sampling_type": None if job.constant_tis is None else "tis",
+        f"{_LOSS}.truncated_importance_sampling_ratio": job.constant_tis,
+    }
+    return settings
