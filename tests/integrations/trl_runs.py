@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from frozen_imports import freeze_imports
-from tiny_models import VOCABULARY, checkpoint
+from tiny_models import VOCABULARY, checkpoint, forget_groups
 
 PROMPT, COMPLETION = 8, 16  # tokens
 SETTINGS: dict[str, Any] = {
@@ -86,6 +86,7 @@ def started(folder: Path, **settings: Any) -> Iterator[Any]:
 
     freeze_imports()
     torch.set_num_threads(1)
+    forget_groups()
     with ended(trainer_of(GRPOTrainer, folder, **settings)) as trainer:
         yield trainer
 

@@ -141,6 +141,10 @@ class ServerEngine:
         """The last rollout, as the client saw it."""
         return self._judge.last.observation
 
+    def synced(self) -> None:
+        """Note that the server has new weights."""
+        self._judge.synced()
+
     def report_kl(self, kl_k3: float) -> None:
         """Report the k3 of the last rollout; the verdict on the next one counts it."""
         self._judge.report_kl(kl_k3)
@@ -234,3 +238,4 @@ class PlannedServer(PolicyTensors):
             raise SyncError(f"{self.engine.url} does not serve the new weights: {why}")
         with read_from(f"{self.engine.url}{STATUS}"):
             self.report = report_of(status, seconds)
+        self.engine.synced()

@@ -150,6 +150,10 @@ class Judge:
             raise ConfigError(f"kl_k3 is {kl_k3!r}; allowed: a finite number (nan comes from log-probs that hold it)")
         self._kl_k3, self._followed = kl_k3, None
 
+    def synced(self) -> None:
+        """Note new weights of an engine without a state: the next rollout is no part of the last observation."""
+        self._followed = None
+
     def _close(self, log: RolloutLog) -> None:
         """Let the guard judge a rollout that has ended, while the caller goes on."""
         if not log.trajectories:
