@@ -63,7 +63,7 @@ def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
     from trl.trainer import grpo_trainer
 
     from fp8plan.integrations.trl import GRPOTrainer
-    from fp8plan.integrations.trl import planned as module
+    from fp8plan.integrations.trl import mixin as module
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr(grpo_trainer, "parse_response", parsed)
@@ -211,7 +211,7 @@ def test_a_servers_rollout_is_all_calls_of_its_client() -> None:
 def test_advice_that_no_engine_can_follow_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[ModuleType], list[str]]
 ) -> None:
-    from fp8plan.integrations.trl import planned as module
+    from fp8plan.integrations.trl import mixin as module
     from fp8plan.runtime.watch.guard.fallback import Action
 
     said = warnings_of(module)
