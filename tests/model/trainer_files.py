@@ -8,7 +8,7 @@ from types import SimpleNamespace
 args = SimpleNamespace(
     use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=1, vllm_max_model_length=None,
     vllm_gpu_memory_utilization=0.3, num_generations=8, per_device_train_batch_size=8, steps_per_generation=8,
-    max_completion_length=64, chat_template_kwargs=None,
+    max_completion_length=64, chat_template_kwargs=None, use_liger_kernel=False,
 )
 dataset = iter(())
 """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
