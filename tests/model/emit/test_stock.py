@@ -30,7 +30,7 @@ from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import Remedies
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.workload import Workload
 
 KEYS = json.loads((Path(__file__).parents[2] / "data" / "stock_keys.json").read_text())
