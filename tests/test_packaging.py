@@ -132,7 +132,7 @@ def test_importing_fp8plan_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("use", "start"),
     [
-        (lambda: parse_distribution("lengths.parquet", "response_length"), "reading lengths.parquet"),
+        (lambda: parse_distribution("lengths.parquet", "response_length"), "response_length: reading lengths.parquet"),
         (lambda: next(iter(trl.requests(Path("completions_1.parquet"), str))), "reading completions_1.parquet"),
         (lambda: Publisher("folder", fp8=[], codec="zstd"), "the codec zstd"),
     ],

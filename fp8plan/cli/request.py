@@ -18,7 +18,8 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
 from fp8plan.model.setup import KV_SCALES
-from fp8plan.model.shards import TARGETS, check_target, strictest
+from fp8plan.model.shards import check_target, strictest
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.validate.records import Record, host_of, read_run, recorded_workload
 from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload
 from fp8plan.model.workload_turns import TURN_OPTIONS, Turns, parse_turns

@@ -18,49 +18,14 @@ to 0.32, and run against 0.30 by tests/model/test_shards.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
 from fp8plan.model.precision import Precision
-
-
-class Starts(NamedTuple):
-    """The way in which a program starts engines.
-
-    whole_blocks: it loads FP8 weights as a checkpoint in whole blocks
-    sender:       the trainer that sends new weights, all in BF16; None: fp8plan does, or nobody
-    measures:     who measures the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
-    lacks:        precision that it cannot have -> the reason
-    engine:       its engine
-    """
-
-    whole_blocks: bool = False
-    sender: str | None = None
-    measures: str = ""
-    lacks: Mapping[str, str] = MappingProxyType({})
-    engine: str = "vLLM"
-
-
-_NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
-_FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed: bf16, fp8_block, fp8_block+fp8_kv"
-
-# Targets of settings. Behind vLLM's, verl's and TRL's with fp8plan stand programs without it.
-TARGETS: Final = {
-    "vllm": Starts(),
-    "verl": Starts(True, "verl", "fp8plan"),
-    "trl": Starts(False, "TRL", "fp8plan"),
-    "vllm-serve": Starts(),
-    "verl-stock": Starts(True, "verl"),
-    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}),
-    "skyrl": Starts(False, "SkyRL"),
-    "prime-rl": Starts(False, "prime-rl"),
-    "slime": Starts(True, "slime", engine="SGLang"),
-    "openrlhf": Starts(False, "OpenRLHF", "", dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8)),
-}
+from fp8plan.model.targets import TARGETS
 
 _LATENT: Final = (
     "inside of verl and TRL, fp8plan's engine measures the scales of an FP8 KV cache after each weight sync, and knows "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.setup import check_kv_scales
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 from fp8plan.views.page import as_svg, document, paragraphs, table, write_plot
 from fp8plan.views.plan_pictures import picture
 from fp8plan.views.report import MISMATCH_LEGEND, plan_text

@@ -17,7 +17,7 @@ from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.workload import Workload
 from fp8plan.views.plan_pictures import label, points
 from fp8plan.views.report import plan_report

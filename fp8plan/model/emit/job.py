@@ -11,7 +11,7 @@ from fp8plan.model.emit.vllm import stored_as
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.risk.expected import TIS_FLOOR, RiskBudget
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 
 UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
 

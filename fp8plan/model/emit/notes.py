@@ -10,7 +10,7 @@ from fp8plan.model.emit.trainers import GRIDS, two_grids
 from fp8plan.model.emit.vllm import stored_as
 from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"

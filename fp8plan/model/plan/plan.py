@@ -323,7 +323,7 @@ class Plan:
               the command of a vLLM server; each null if there is none
         prime-rl: TOML. Others: words to paste into a shell. Comments stand behind both
 
-        target:    one of fp8plan.model.shards.TARGETS
+        target:    one of fp8plan.model.targets.TARGETS
         kv_scales: "unit", as vLLM leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them. In
                    verl and TRL fp8plan measures them, and NeMo RL does itself
         plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so

@@ -25,7 +25,8 @@ from fp8plan.model.risk.expected import BUDGET_OPTIONS, RiskBudget
 from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
-from fp8plan.model.shards import TARGETS, check_target
+from fp8plan.model.shards import check_target
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
@@ -78,7 +79,7 @@ class PlanRequest:
                     and the reasons name it. Without effect where verl or TRL sends. None: syncs send all of BF16
     optimizer:      with it, one of fp8plan.model.weight_changes.OPTIMIZERS; None: adamw
     top_k:          with it, also a sparse sync, which is not lossless; None: all modes are
-    target:         the program that starts the engines, one of fp8plan.model.shards.TARGETS
+    target:         the program that starts the engines, one of fp8plan.model.targets.TARGETS
     profile:        used instead of the best known one
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rl_step import SENDERS, Mode, SyncCost, WeightSync
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.weight_changes import KL_OF_RESIDUAL, TopK
 from fp8plan.model.weights import LAYERS, SPREAD
 

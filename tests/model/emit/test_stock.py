@@ -30,7 +30,7 @@ from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import Remedies
-from fp8plan.model.shards import TARGETS
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.workload import Workload
 
 KEYS = json.loads((Path(__file__).parents[2] / "data" / "stock_keys.json").read_text())
@@ -46,7 +46,7 @@ LIMITS = EngineLimits(
     enforce_eager=True,
     tensor_parallel_size=2,
 )
-BOUND = {"token_tis": 2.5}
+BOUND = {"token_tis": 1.75}
 
 
 def layout(precision: str, **changes: Any) -> Plan:
@@ -100,7 +100,7 @@ def test_verl_composes_and_validates_the_settings(precision: str) -> None:
     variables = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     assert variables.get("VLLM_USE_DEEP_GEMM_E8M0") == ("0" if "block" in precision else None)
     correction = config.algorithm.rollout_correction
-    assert (correction.rollout_is, correction.rollout_is_threshold, correction.rollout_rs) == ("token", 2.5, None)
+    assert (correction.rollout_is, correction.rollout_is_threshold, correction.rollout_rs) == ("token", 1.75, None)
 
 
 # -------------------------------------------------------------------------------------------------- SkyRL
@@ -129,7 +129,7 @@ def test_skyrl_parses_the_settings(precision: str, monkeypatch: pytest.MonkeyPat
     assert passed["max_model_len"] == 9000
     assert (config.trainer.train_batch_size, config.generator.n_samples_per_prompt) == (4, 8)
     correction = config.trainer.algorithm.off_policy_correction
-    assert (correction.tis_ratio_type, correction.token_tis_ratio_clip_high) == ("token", 2.5)
+    assert (correction.tis_ratio_type, correction.token_tis_ratio_clip_high) == ("token", 1.75)
     exported = "export VLLM_USE_DEEP_GEMM_E8M0=0" in comments(plan.emit("skyrl"))
     assert exported is ("block" in precision)
     none = skyrl(monkeypatch, replace(plan, thresholds={}).emit("skyrl"))
@@ -181,7 +181,7 @@ def test_openrlhf_parses_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     advantage = args.algo.advantage
     kind = advantage.is_correction_level, advantage.is_correction_mode, advantage.is_correction_gating
     assert kind == ("token", "clip", "ratio")
-    assert advantage.is_correction_threshold == [0.0, 2.5]
+    assert advantage.is_correction_threshold == [0.0, 1.75]
     none = openrlhf(monkeypatch, layout("bf16", thresholds={}).emit("openrlhf"))
     assert none.algo.advantage.is_correction_level == "off"
 
@@ -207,7 +207,7 @@ def test_openrlhf_truncates_tokens_at_the_planned_bound(monkeypatch: pytest.Monk
     for ratio in (4.0, 0.25):
         old, ones = torch.zeros(1, 1), torch.ones(1, 1)
         value = loss(old, old, ones, action_mask=ones, rollout_log_probs=old - math.log(ratio))[0]
-        assert float(value) == pytest.approx(-min(ratio, 2.5))
+        assert float(value) == pytest.approx(-min(ratio, 1.75))
 
 
 def test_openrlhf_runs_no_fp8_and_the_error_has_what_to_type() -> None:
@@ -283,7 +283,7 @@ def test_nemo_rl_gets_its_own_words() -> None:
     assert found[f"{cfg}.quantization_ignored_layer_kws"] == "[o_proj,self_attn.out_proj,self_attn.dense]"
     assert found["++policy.generation.vllm_kwargs.max_num_seqs"] == "777"
     assert (found["++policy.megatron_cfg.enabled"], found["++policy.dtensor_cfg.enabled"]) == ("true", "false")
-    assert found["++loss_fn.truncated_importance_sampling_ratio"] == "2.5"
+    assert found["++loss_fn.truncated_importance_sampling_ratio"] == "1.75"
     assert not any("quantization_config" in key for key in found)
     bf16 = settings(layout("bf16", thresholds={}).emit("nemo-rl"))
     assert (bf16[f"{cfg}.precision"], bf16["++loss_fn.use_importance_sampling_correction"]) == ("bfloat16", "false")
@@ -320,7 +320,7 @@ def test_prime_rl_gets_toml() -> None:
     assert found["inference"]["env_vars"] == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     assert (found["orchestrator"]["batch_size"], found["orchestrator"]["group_size"]) == (32, 8)
     assert found["deployment"]["num_infer_gpus"] == 6
-    assert "it has no bound of the ratio, as token TIS has at 2.5" in comments(plan.emit("prime-rl"))
+    assert "it has no bound of the ratio, as token TIS has at 1.75" in comments(plan.emit("prime-rl"))
 
 
 def test_slime_gets_sglangs_flags_and_says_how_the_fp8_checkpoint_is_made() -> None:
@@ -334,7 +334,7 @@ def test_slime_gets_sglangs_flags_and_says_how_the_fp8_checkpoint_is_made() -> N
     assert "--save-dir Qwen3-8B-FP8 --strategy block --block-size 128 128" in comments(text)
     assert (value("--rollout-num-gpus"), value("--rollout-num-gpus-per-engine")) == ("6", "2")
     assert (value("--sglang-max-running-requests"), value("--sglang-server-concurrency")) == ("777", "777")
-    assert (value("--sglang-kv-cache-dtype"), value("--tis-clip")) == ("fp8_e4m3", "2.5")
+    assert (value("--sglang-kv-cache-dtype"), value("--tis-clip")) == ("fp8_e4m3", "1.75")
     assert {"--use-tis", "--sglang-disable-radix-cache", "--sglang-disable-cuda-graph"} <= {*found}
     assert "SGLang leaves K and V scales at 1.0" in comments(text)
     assert value("--use-tis").startswith("--")  # a switch
@@ -401,3 +401,12 @@ def test_linears_in_bf16_are_refused_where_no_word_keeps_them(target: str) -> No
     with pytest.raises(ConfigError, match="has no word for linears that stay in BF16; plan again without --keep-bf16"):
         layout("fp8_block", remedies=Remedies(keep_bf16=(1, 1))).emit(target)
     assert layout("bf16", remedies=Remedies(keep_bf16=(1, 1))).emit(target)
+
+
+def test_a_trainer_that_keeps_c_gets_the_end_of_the_law() -> None:
+    """fp8plan's own trainers begin at the plan's C, and tighten it."""
+    plan = layout("bf16", thresholds={"token_tis": 4.0})
+    found = words(plan.emit("slime"))
+    assert found[found.index("--tis-clip") + 1] == "2.0"
+    assert "C of token TIS stays at 2 at any KL" in comments(plan.emit("slime"))
+    assert "rollout_is_threshold=4.0" in plan.emit("verl")

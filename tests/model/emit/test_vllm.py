@@ -32,7 +32,8 @@ from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.shards import TARGETS, refusals
+from fp8plan.model.shards import refusals
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.workload import Workload
 from fp8plan.version import LAST, RANGE, at_least
 
