@@ -104,12 +104,12 @@ def summary(
 
 
 def in_a_line(unseen: Validation, untimed: Validation) -> str:
-    """The accuracy in two sentences, in Markdown. The arguments are those of `summary`."""
+    """The accuracy in three sentences, in Markdown. The arguments are those of `summary`."""
     noise = noise_floor(unseen.records) or 0.0
     timed, others = (accuracy(merged(validation.records)) for validation in (unseen, untimed))
     return (
         f"On rollouts that no fit has seen (vLLM 0.26, H200), times were off by {timed.makespan_mape:.1%}, or by "
-        f"{others.makespan_mape:.1%} where nobody timed the host, and speed-ups by "
+        f"{others.makespan_mape:.1%} where nobody timed the host. Speed-ups were off by "
         f"{timed.speedup_mae_points:.1f} points.\nThe fastest precision was named in "
         f"{_named(unseen.records, 0.0)} groups, and one within {noise:.1%} of it in {_named(unseen.records, noise)}."
     )
