@@ -55,6 +55,9 @@ class Prefixes(Generic[T]):
         """Forget all values but the wanted ones."""
         kept = ((key, [value for value in values if wanted(value)]) for key, values in self._values.items())
         self._values = {key: values for key, values in kept if values}
+        self._rests = {}
+        for chunks, rest, _ in self._values:
+            self._rests.setdefault(chunks, set()).add(rest)
 
     def forget_oldest(self) -> None:
         """Forget the sequence that was asked for longest ago."""

@@ -36,12 +36,12 @@ class Response(NamedTuple):
 class Request(NamedTuple):
     """One request of a trajectory.
 
-    asked, generated: tokens of its prompt, and of its response
-    begun, ended:     of its call
-    answered:         end of its response, after which a tool works
+    prompt_tokens, generated: tokens of its prompt, and of its response
+    begun, ended:             of its call
+    answered:                 end of its response, after which a tool works
     """
 
-    asked: int
+    prompt_tokens: int
     generated: int
     begun: float
     ended: float
@@ -50,7 +50,7 @@ class Request(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of its prompt and response."""
-        return self.asked + self.generated
+        return self.prompt_tokens + self.generated
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class Trajectory:
     def turns(self) -> list[Turn]:
         """Its turns. No tool follows the last one."""
         between = [
-            Turn(before.generated, after.asked - before.tokens, after.begun - before.answered)
+            Turn(before.generated, after.prompt_tokens - before.tokens, after.begun - before.answered)
             for before, after in pairwise(self.requests)
         ]
         return [*between, Turn(self.last.generated, 0, 0.0)]
@@ -142,7 +142,7 @@ class RolloutLog:
             trajectory.requests.append(request)
             trajectory.taken = False
             self._sequences.at([*prompt, *answer]).append((request.tokens, trajectory))
-            self._prompts.at(prompt).append((request.asked, trajectory))
+            self._prompts.at(prompt).append((request.prompt_tokens, trajectory))
 
     def _taken(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
         """Take the trajectory that a prompt continues, so that no other does; None if the prompt begins another.
@@ -155,14 +155,14 @@ class RolloutLog:
         if kept is not None:
             kept.taken = True
             return kept
-        asked = self._prompts.beginning(prompt)
-        standing = [each for tokens, each in asked if each.waits(begun) and each.last.asked == tokens < len(prompt)]
+        same = self._prompts.beginning(prompt)
+        standing = [each for size, each in same if each.waits(begun) and each.last.prompt_tokens == size < len(prompt)]
         if not standing:
             return None
         whole = [each for each in standing if each.last.tokens <= len(prompt)]
         rewritten = (whole or standing)[0]
         rewritten.taken = True
-        self._rewritten_tokens += min(rewritten.last.generated, len(prompt) - rewritten.last.asked)
+        self._rewritten_tokens += min(rewritten.last.generated, len(prompt) - rewritten.last.prompt_tokens)
         return rewritten if whole else None
 
     @property
@@ -186,7 +186,7 @@ class RolloutLog:
         fields: dict[str, Any] = {
             "seconds": seconds,
             "arrival_s": arrival_s if len({each.begun for each in every}) > 1 else None,
-            "prompt_lengths": [each.requests[0].asked for each in every],
+            "prompt_lengths": [each.requests[0].prompt_tokens for each in every],
             "response_lengths": [sum(request.generated for request in each.requests) for each in every],
             "prompt_ids": [numbers.setdefault(each.name, len(numbers)) for each in every],
             "rewritten_tokens": self._rewritten_tokens,

@@ -68,10 +68,10 @@ class PrefixUse:
         queries, hits, rewritten = seen.prefix_cache_queries, seen.prefix_cache_hits, seen.rewritten_tokens or 0
         if not queries or hits is None or not ran.model.limits.enable_prefix_caching:
             return None
-        asked, kept, lost = (_total(ran, name) for name in ("queried_tokens", "hit_tokens", "again_tokens"))
-        if (seen.turns is None and not rewritten) or abs(queries - asked) > LOST * asked:
+        queried, kept, lost = (_total(ran, name) for name in ("queried_tokens", "hit_tokens", "again_tokens"))
+        if (seen.turns is None and not rewritten) or abs(queries - queried) > LOST * queried:
             return None
-        return cls(queries, hits, kept + lost, rewritten, lost / asked, replicas=len(ran.schedules))
+        return cls(queries, hits, kept + lost, rewritten, lost / queried, replicas=len(ran.schedules))
 
     def beside(self, smaller: Simulated) -> PrefixUse:
         """The same with `at_most`. smaller: the prediction with half of the cache"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,3 +40,11 @@ def test_values_that_are_taken_away_leave_the_shorter_prefix() -> None:
     assert len(memory) == 2
     memory.forget_oldest()
     assert memory.beginning([1] * 400) == []
+
+
+def test_forgotten_sequences_take_no_memory() -> None:
+    memory = Prefixes[str]()
+    for sequence in ([1] * 300, [1] * 301, [2] * 300):
+        memory.at(sequence).append("value")
+    memory.keep(lambda value: False)
+    assert pickle.dumps(memory) == pickle.dumps(Prefixes[str]())
