@@ -9,20 +9,17 @@ from dataclasses import fields
 from functools import cache, cached_property
 from inspect import Parameter, Signature
 from itertools import pairwise
-from typing import Annotated, Any, Final, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from fp8plan.cli.console import STDOUT
 from fp8plan.errors import ConfigError
-from fp8plan.options import Option, Words, declared
+from fp8plan.options import OF_TRAINER, Option, Words, declared
 
 # typer's errors of usage. They come from click, or in other versions from a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
-
-
-CONFIGURATIONS: Final = ("--grpo-config", "--verl-config")  # options with a trainer's configuration
 
 
 class GroupedCommand(TyperCommand):
@@ -89,8 +86,10 @@ class ConfiguredCommand(PlanCommand):
     """A PlanCommand that needs neither a model nor a GPU beside a trainer's configuration, which may name them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        configured = any(word.partition("=")[0] in CONFIGURATIONS for word in args)
-        for parameter in self.get_params(ctx):
+        parameters = self.get_params(ctx)
+        groups = {name: getattr(each, "rich_help_panel", None) for each in parameters for name in each.opts}
+        configured = any(groups.get(word.partition("=")[0]) == OF_TRAINER for word in args)
+        for parameter in parameters:
             if parameter.name in ("model", "gpu"):
                 parameter.required = not configured
         return super().parse_args(ctx, args)

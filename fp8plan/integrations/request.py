@@ -86,10 +86,10 @@ def words_of(rollouts: Rollouts, typed: Words) -> Words:
     return {
         **typed,
         PlanRequest: own,
-        Workload: work | {**typed_work},
+        Workload: {**work, **typed_work},
         EngineLimits: limits,
         RiskBudget: {**rollouts.budget, **typed.get(RiskBudget, {})},
-        Remedies: remedies | {**typed.get(Remedies, {})},
+        Remedies: {**remedies, **typed.get(Remedies, {})},
     }
 
 

@@ -76,10 +76,10 @@ def correction_in(algorithm: Any) -> CorrectionSettings | None:
 
     algorithm: SkyRL's AlgorithmConfig. Raises ConfigError for what fp8plan does not have
     """
-    asked = getattr(algorithm, "off_policy_correction", None)
-    if asked is None:
+    off_policy = getattr(algorithm, "off_policy_correction", None)
+    if off_policy is None:
         return None
-    ratio, metric = asked.tis_ratio_type, asked.sequence_mask_metric
+    ratio, metric = off_policy.tis_ratio_type, off_policy.sequence_mask_metric
     for name, value, allowed in (
         ("tis_ratio_type", ratio, (None, "token", "sequence")),
         ("sequence_mask_metric", metric, (None, *MASKS)),
@@ -87,10 +87,10 @@ def correction_in(algorithm: Any) -> CorrectionSettings | None:
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
     veto, rules = None, list[Rejection]()
-    least, most = asked.outlier_token_is_threshold_low, asked.outlier_token_is_threshold_high
+    least, most = off_policy.outlier_token_is_threshold_low, off_policy.outlier_token_is_threshold_high
     if least is not None or most is not None:
         veto = least or 0.0, inf if most is None else most
-    low, high = asked.token_mask_is_threshold_low, asked.token_mask_is_threshold_high
+    low, high = off_policy.token_mask_is_threshold_low, off_policy.token_mask_is_threshold_high
     if low is not None and high is not None:
         if ratio == "sequence" or metric is not None:
             raise ConfigError(
@@ -100,10 +100,12 @@ def correction_in(algorithm: Any) -> CorrectionSettings | None:
         rules.append(Rejection("token", "k1", high, low))
     if metric is not None:
         over, name = MASKS[metric]
-        rules.append(Rejection(over, "k1", getattr(asked, f"{name}_mask_high"), getattr(asked, f"{name}_mask_low")))
+        rules.append(
+            Rejection(over, "k1", getattr(off_policy, f"{name}_mask_high"), getattr(off_policy, f"{name}_mask_low"))
+        )
     if ratio is None and veto is None and not rules:
         return None
-    c = None if ratio is None else getattr(asked, f"{ratio}_tis_ratio_clip_high")
+    c = None if ratio is None else getattr(off_policy, f"{ratio}_tis_ratio_clip_high")
     return CorrectionSettings(ratio, thresholds=Thresholds(c), reject=tuple(rules), veto=veto)
 
 

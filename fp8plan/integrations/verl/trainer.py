@@ -214,7 +214,7 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
     of_verl = config.algorithm.get("rollout_correction") or {}
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
         return CorrectionSettings(), plan
-    asked = from_verl(OmegaConf.to_container(of_verl, resolve=True))
-    if (asked.level, asked.thresholds) == ("token", Thresholds(plan.thresholds.get(THRESHOLD))):
-        return replace(asked, thresholds=None), plan  # the words of `fp8plan emit`, which repeat the plan
-    return asked, replace(plan, thresholds={})
+    correction = from_verl(OmegaConf.to_container(of_verl, resolve=True))
+    if (correction.level, correction.thresholds) == ("token", Thresholds(plan.thresholds.get(THRESHOLD))):
+        return replace(correction, thresholds=None), plan  # the words of `fp8plan emit`, which repeat the plan
+    return correction, replace(plan, thresholds={})
