@@ -63,6 +63,11 @@ class Job:
         return self.setup.model if isinstance(self.setup.model, str) else self.setup.model.name
 
     @property
+    def engine(self) -> str:
+        """The engine as a note names it: model, GPU and precision."""
+        return f"{self.model_name} on {self.setup.gpu.name}, {self.setup.precision.name}"
+
+    @property
     def constant_tis(self) -> float | None:
         """C of token TIS in a trainer that keeps it as it is: the end of the default law. None: no correction"""
         return None if self.tis is None else min(self.tis, TIS_FLOOR)
