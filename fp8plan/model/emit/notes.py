@@ -8,7 +8,6 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
-from fp8plan.model.emit.vllm import stored_as
 from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.targets import TARGETS
@@ -54,7 +53,7 @@ def _mismatch_notes(job: Job) -> list[str]:
     planned_at_one = expected if job.counted else _risk_note("expected mismatch at 1.0", *planned)
     if job.setup.precision.kv != "fp8":
         return expected
-    stored, fixed = stored_as(job.setup), job.setup.why_fixed_kv_scales
+    stored, fixed = job.setup.stored, job.setup.why_fixed_kv_scales
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *expected]
     match TARGETS[job.target].measures:
