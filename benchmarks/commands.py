@@ -26,8 +26,8 @@ def commands(page: Path) -> list[str]:
     lines = "".join(body for _, body in BLOCK.findall(text)).replace("\\\n", " ").splitlines()
     lines = [line.removeprefix(".venv/bin/") for line in lines]
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
-    found = [line for line in lines if line.startswith("fp8plan ")]
-    return found + [code for code in inline if re.match(r"fp8plan (?!--)\w+ \S", code)]
+    typed = [line for line in lines if line.startswith("fp8plan ")]
+    return typed + [code for code in inline if re.match(r"fp8plan (?!--)\w+ \S", code)]
 
 
 def run_as_pasted(pages: Iterable[Path], needs: tuple[str, ...] = NEEDS) -> list[str]:

@@ -157,8 +157,8 @@ def measured_with() -> dict[tuple[str, str, str], float]:
     for (model, folder), precision in product(folders.items(), PRECISIONS):
         probed = json.loads((WITH_REMEDIES / folder / f"{precision}.json").read_text(encoding="utf-8"))
         for row in probed["precisions"]:
-            asked = row["remedies"]
-            remedies = Remedies(asked["router_replay"], asked["trainer_precision"], tuple(asked["keep_bf16"]))
+            fields = row["remedies"]
+            remedies = Remedies(fields["router_replay"], fields["trainer_precision"], tuple(fields["keep_bf16"]))
             name = names.get(remedies)
             if name is not None:
                 measured[model, precision, name] = row["figures"]["kl_k3"]["value"]

@@ -18,7 +18,7 @@ from fp8plan.model.limits import Derived, EngineLimits, Lowerable, cudagraph_cap
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, memory_plan
-from fp8plan.model.precision import Precision, find_precision
+from fp8plan.model.precision import Precision, Stored, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.remedies import NO_REMEDIES, POW2, Remedies
 from fp8plan.version import planned_version
@@ -119,10 +119,15 @@ class EngineSetup:
             return None
 
     @property
+    def stored(self) -> Stored | None:
+        """The format of an FP8 checkpoint, which vLLM reads from its config; None for one in BF16."""
+        shape = self.known_shape
+        return None if shape is None else shape.stored
+
+    @property
     def e8m0(self) -> bool:
         """True if scales of FP8 blocks are powers of two, as GPU, checkpoint or trainer have them."""
-        shape = self.known_shape
-        held = shape is not None and shape.stored is not None and shape.stored.e8m0
+        held = self.stored is not None and self.stored.e8m0
         return self.gpu.has_e8m0(held or self.remedies.trainer_precision == POW2)
 
     @property

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.vllm import stored_as
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.risk.expected import TIS_FLOOR, RiskBudget
 from fp8plan.model.setup import EngineSetup
@@ -63,6 +62,11 @@ class Job:
         return self.setup.model if isinstance(self.setup.model, str) else self.setup.model.name
 
     @property
+    def engine(self) -> str:
+        """The engine as a note names it: model, GPU and precision."""
+        return f"{self.model_name} on {self.setup.gpu.name}, {self.setup.precision.name}"
+
+    @property
     def constant_tis(self) -> float | None:
         """C of token TIS in a trainer that keeps it as it is: the end of the default law. None: no correction"""
         return None if self.tis is None else min(self.tis, TIS_FLOOR)
@@ -73,7 +77,7 @@ class Job:
 
     def refuse(self, program: str) -> None:
         """Raise ConfigError for an engine that `program` cannot start: one on a CPU, or a refused one."""
-        setup, stored = self.setup, stored_as(self.setup)
+        setup, stored = self.setup, self.setup.stored
         if setup.gpu.is_cpu:
             raise ConfigError(f"{program} runs vLLM on GPUs, and this plan is for a CPU; allowed: --emit vllm")
         if reason := stored.not_synced if stored else self.refused:

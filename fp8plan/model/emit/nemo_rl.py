@@ -87,9 +87,8 @@ def _precision(job: Job) -> dict[str, Any]:
 
 def _correction(job: Job) -> dict[str, Any]:
     """Its rollouts in FP8 refuse to run without importance weights."""
-    settings: dict[str, Any] = {
+    return {
         f"{_LOSS}.use_importance_sampling_correction": job.constant_tis is not None or job.setup.precision.in_blocks,
         f"{_LOSS}.truncated_importance_sampling_type": None if job.constant_tis is None else "tis",
         f"{_LOSS}.truncated_importance_sampling_ratio": job.constant_tis,
     }
-    return settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
-from fp8plan.model.emit.vllm import stored_as
 from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.targets import TARGETS
@@ -16,7 +16,12 @@ MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"
 
 
-def grid_notes(job: Job) -> list[str]:
+def rollout_notes(job: Job) -> list[str]:
+    """Notes that stand below every target's settings: trajectories at once, mismatch, and grids of numbers."""
+    return [*concurrent_notes(job.workload, job.target), *_mismatch_notes(job), *_grid_notes(job)]
+
+
+def _grid_notes(job: Job) -> list[str]:
     """A note on an FP8 trainer whose numbers are not the engine's; [] without one."""
     setup, trainer = job.setup, job.setup.remedies.trainer_precision
     grid: str = setup.precision.weights
@@ -41,14 +46,14 @@ def check_risk(job: Job) -> None:
     )
 
 
-def mismatch_notes(job: Job) -> list[str]:
+def _mismatch_notes(job: Job) -> list[str]:
     """Notes on the K and V scales of an FP8 cache, and on the expected mismatch with them."""
     planned = (job.picked.kl_k3, job.picked.kl_k3_high, job.picked.risk)
     expected = _risk_note("expected mismatch", *planned)
     planned_at_one = expected if job.counted else _risk_note("expected mismatch at 1.0", *planned)
     if job.setup.precision.kv != "fp8":
         return expected
-    stored, fixed = stored_as(job.setup), job.setup.why_fixed_kv_scales
+    stored, fixed = job.setup.stored, job.setup.why_fixed_kv_scales
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *expected]
     match TARGETS[job.target].measures:

@@ -1,7 +1,7 @@
 """A planned engine as arguments of OpenRLHF 0.11.2 (openrlhf/cli/train_ppo_ray.py).
 
 `create_vllm_engines` (openrlhf/trainer/ray/vllm_engine.py) has a fixed set of arguments for vLLM. A precision is none
-of them, so every FP8 of the plan is refused (TARGETS of fp8plan/model/shards.py).
+of them, so every FP8 of the plan is refused (TARGETS of fp8plan/model/targets.py).
 """
 
 from __future__ import annotations

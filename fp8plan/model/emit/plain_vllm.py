@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.notes import grid_notes, mismatch_notes, replicas_note
+from fp8plan.model.emit.notes import replicas_note, rollout_notes
 from fp8plan.model.emit.spelling import with_comments
 from fp8plan.model.emit.trainers import in_all_words
 from fp8plan.model.emit.vllm import serve_command, vllm_env, vllm_kwargs
@@ -33,8 +32,6 @@ def _notes(job: Job) -> list[str]:
         notes.append(left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size))
     return [
         *filter(None, notes),
-        *concurrent_notes(job.workload, job.target),
-        *mismatch_notes(job),
-        *grid_notes(job),
+        *rollout_notes(job),
         *(f"in the trainer: {words}" for words in in_all_words(setup.remedies)),
     ]

@@ -10,7 +10,7 @@ from typing import Final
 
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.spelling import pasted, yaml
-from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words, variables
+from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words, variable_notes
 from fp8plan.model.emit.trainers import SKYRL
 
 _ENGINE: Final = "generator.inference_engine"
@@ -54,8 +54,9 @@ def emit_skyrl(job: Job) -> str:
     if remedies:
         remedies = ["trainer.strategy=megatron", *remedies]
     mini = "trainer.policy_mini_batch_size"
-    more = [f"{mini} is yours to set: at most {job.tokens('prompts')}, the batch (SkyRL's default is 256)"]
-    if needed := variables(job, STOCK):
-        more.append(f"type, on each node and before Ray starts: export {' '.join(needed)}")
+    more = [
+        f"{mini} is yours to set: at most {job.tokens('prompts')}, the batch (SkyRL's default is 256)",
+        *variable_notes(job, STOCK),
+    ]
     words = [*(yaml(key, value) for key, value in settings.items()), *remedies]
     return pasted([[word] for word in words], notes(job, STOCK, f"{_ENGINE}.num_engines", *more))

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.spelling import flags, pasted
-from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words, variables
-from fp8plan.model.emit.trainers import ENGINE_E8M0, SLIME
+from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words, variable_notes
+from fp8plan.model.emit.trainers import SLIME
 
 STOCK: Final = Stock(
     title="slime of 21 August 2026 (624b824a)",
@@ -39,9 +39,8 @@ STOCK: Final = Stock(
     trainer=SLIME,
     keeps=False,
 )
-_CONCURRENT: Final = (
-    512  # requests that slime sends to a server, unless --sglang-server-concurrency says another number
-)
+# Requests that slime sends to a server, unless --sglang-server-concurrency says another number.
+_CONCURRENT: Final = 512
 
 
 def emit_slime(job: Job) -> str:
@@ -73,9 +72,7 @@ def emit_slime(job: Job) -> str:
             "make the FP8 checkpoint first, from a local folder of the model: "
             f"{shlex.join(convert)} --strategy block --block-size 128 128"
         )
-    needed = [word for word in variables(job, STOCK) if not word.startswith(ENGINE_E8M0)]
-    if needed:
-        more.append(f"type, on each node and before Ray starts: export {' '.join(needed)}")
+    more += variable_notes(job, STOCK)
     words = [flags(name, value) for name, value in settings.items()]
     words += [word.split() for word in remedy_words(job, STOCK)]
     return pasted(filter(None, words), notes(job, STOCK, "--rollout-num-gpus", *more))

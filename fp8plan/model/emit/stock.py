@@ -1,7 +1,7 @@
 """What the settings of trainers have in common that run as they are installed, without fp8plan.
 
-A further one takes a row of TARGETS in fp8plan/model/shards.py, a row of EMITTERS in targets.py, and a module with a
-`Stock` and the settings that only it has.
+A further one takes a row of TARGETS in fp8plan/model/targets.py, and one of EMITTERS in fp8plan/model/emit/targets.py.
+It takes a module with a `Stock`, too, and the settings that only it has.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.notes import grid_notes, mismatch_notes, replicas_note, shared_gpu_note
+from fp8plan.model.emit.notes import replicas_note, rollout_notes, shared_gpu_note
 from fp8plan.model.emit.trainers import FP32_SCALES, Trainer
 from fp8plan.model.emit.vllm import kept_patterns, vllm_env, vllm_kwargs
+from fp8plan.model.targets import TARGETS
 
 # Arguments with values that vLLM has by itself, which need no word. Versions before those that fp8plan runs do not know
 # all of them.
@@ -90,22 +90,21 @@ def remedy_words(job: Job, stock: Stock) -> list[str]:
     return [word for word in stock.trainer.words(job.setup.remedies) if not word.startswith(FP32_SCALES)]
 
 
-def variables(job: Job, stock: Stock) -> list[str]:
-    """NAME=VALUE of each variable of the engine and the trainer, for the environment in which Ray starts."""
-    remedies = stock.trainer.words(job.setup.remedies)
-    return [
-        *(f"{name}={value}" for name, value in vllm_env(job.setup).items()),
-        *(word for word in remedies if word.startswith(FP32_SCALES)),
-    ]
+def variable_notes(job: Job, stock: Stock) -> list[str]:
+    """A note with the variables of the engine and the trainer, for the environment in which Ray starts; [] if none."""
+    variables = []
+    if TARGETS[job.target].engine == "vLLM":
+        variables += [f"{name}={value}" for name, value in vllm_env(job.setup).items()]
+    variables += [word for word in stock.trainer.words(job.setup.remedies) if word.startswith(FP32_SCALES)]
+    return [f"type, on each node and before Ray starts: export {' '.join(variables)}"] if variables else []
 
 
 def notes(job: Job, stock: Stock, replicas: str, *more: str) -> list[str]:
     """The notes below the settings. replicas: how their number comes about; more: what only this trainer needs"""
     setup = job.setup
-    engine = f"{job.model_name} on {setup.gpu.name}, {setup.precision.name}"
     known = f"the words are those of {stock.title}, which installs {stock.engine}"
     lines = [
-        f"fp8plan: {engine}; {stock.paste}, without fp8plan",
+        f"fp8plan: {job.engine}; {stock.paste}, without fp8plan",
         f"{known}; the plan's seconds are of vLLM {setup.engine_version}",
     ]
     if stock.passed is None:
@@ -117,9 +116,7 @@ def notes(job: Job, stock: Stock, replicas: str, *more: str) -> list[str]:
         *more,
         replicas_note(setup, replicas),
         *([shared_gpu_note(setup)] if stock.shares else []),
-        *concurrent_notes(job.workload, job.target),
-        *mismatch_notes(job),
-        *grid_notes(job),
+        *rollout_notes(job),
     ]
     if job.constant_tis is not None and stock.tis:
         lines.append(f"C of token TIS stays at {job.constant_tis:g} at any KL")

@@ -12,9 +12,8 @@ from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.notes import mismatch_notes, replicas_note, shared_gpu_note
+from fp8plan.model.emit.notes import replicas_note, rollout_notes, shared_gpu_note
 from fp8plan.model.emit.trainers import TRL
 from fp8plan.model.emit.vllm import serve_command, vllm_env, vllm_kwargs
 from fp8plan.model.setup import EngineSetup
@@ -124,7 +123,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "trainer": f"GRPOTrainer(..., plan={plan}, choice={choice})  {_IMPORT}" if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
-        "notes": notes + concurrent_notes(job.workload, job.target) + mismatch_notes(job),
+        "notes": notes + rollout_notes(job),
     }
 
 

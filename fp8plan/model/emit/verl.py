@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.notes import grid_notes, mismatch_notes, replicas_note, shared_gpu_note
+from fp8plan.model.emit.notes import replicas_note, rollout_notes, shared_gpu_note
 from fp8plan.model.emit.spelling import hydra, pasted
 from fp8plan.model.emit.stock import Stock, engine_words, notes
 from fp8plan.model.emit.trainers import VERL
@@ -50,16 +49,13 @@ def verl_overrides(job: Job) -> list[str]:
 def emit_verl(job: Job) -> str:
     """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`."""
     setup = job.setup
-    engine = f"{job.model_name} on {setup.gpu.name}, {setup.precision.name}"
     comments = [
-        f"fp8plan: {engine}; {_PASTE}, with fp8plan installed on each node",
+        f"fp8plan: {job.engine}; {_PASTE}, with fp8plan installed on each node",
         job.plan_note,
         _mini_batch(job),
         replicas_note(setup, _REPLICAS),
         shared_gpu_note(setup),
-        *concurrent_notes(job.workload, job.target),
-        *mismatch_notes(job),
-        *grid_notes(job),
+        *rollout_notes(job),
     ]
     return pasted([[word] for word in verl_overrides(job)], comments)
 

@@ -26,7 +26,7 @@ from fp8plan.model.configs.fields import NESTED
 from fp8plan.model.emit.trainers import ENGINE_E8M0
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
-from fp8plan.model.precision import Precision, Stored
+from fp8plan.model.precision import Precision
 from fp8plan.model.setup import EngineSetup
 
 # A quantised router picks other experts, so it stays in BF16. vLLM quantises any linear that gets the quantisation
@@ -97,7 +97,7 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
-    limits, preset, stored = setup.limits, setup.precision, stored_as(setup)
+    limits, preset, stored = setup.limits, setup.precision, setup.stored
     arguments = limits.vllm_arguments()
     unset = [name for name in ("enable_expert_parallel", "enable_return_routed_experts") if not arguments[name]]
     left_out = ["data_parallel_size", *unset]
@@ -130,7 +130,7 @@ def _kv_cache_dtype(setup: EngineSetup) -> str:
     """
     if setup.precision.kv == "fp8":
         return "fp8"
-    stored, shape = stored_as(setup), setup.known_shape
+    stored, shape = setup.stored, setup.known_shape
     indexed = shape is not None and shape.indexed
     return "bfloat16" if indexed or (stored is not None and stored.kv_fp8) else "auto"
 
@@ -149,12 +149,6 @@ def _expert_kernels(setup: EngineSetup) -> dict[str, Any]:
     """
     limits, capability = setup.limits, setup.gpu.compute_capability
     return {"moe_backend": "triton"} if limits.expert_ranks > 1 and capability == (9, 0) else {}
-
-
-def stored_as(setup: EngineSetup) -> Stored | None:
-    """The format of an FP8 checkpoint, which vLLM reads from its config; None for one in BF16."""
-    shape = setup.known_shape
-    return None if shape is None else shape.stored
 
 
 def vllm_env(setup: EngineSetup) -> dict[str, str]:

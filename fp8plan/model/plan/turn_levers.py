@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,7 +12,8 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.turn_limits import rescheduled
-from fp8plan.model.rollout import Rollout, makespans
+from fp8plan.model.rollout import Rollout, makespans, rollout
+from fp8plan.model.schedule.scheduler import Schedule
 
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 
@@ -28,33 +29,36 @@ def _at_once(scene: Scene) -> Iterator[Lever]:
     """Fewer and more trajectories at once: the number is halved and doubled, as long as that saves time."""
     batch = scene.request.batch
     for factor in (0.5, 2.0):
-        number = _climbed(scene, factor)
+        number, planned = _climbed(scene, factor)
         if number == batch.at_once:
             continue
-        after = scene.run(batch.at_most(number))
+        after = rollout(planned, scene.base.model)
         option = f"--concurrent {number}"
         setting = f"{option} instead of {batch.at_once:,}"
         words = {"fp8plan": option, **concurrent_words(number, scene.request.workload.samples_per_prompt)}
         yield scene.lever(f"{number:,} trajectories at once", setting, words, after, _hits(scene, after))
 
 
-def _climbed(scene: Scene, factor: float) -> int:
+def _climbed(scene: Scene, factor: float) -> tuple[int, Sequence[Schedule]]:
     """The fastest number of trajectories at once among the plan's, multiplied by the factor once, twice and so on.
+    The schedules with it stand beside it.
 
     The search ends at the first that is slower than the one before. If none is faster than the plan's own, the first is
     priced; if there is no other number, the plan's own is returned.
     """
     batch, replicas = scene.request.batch, scene.choice.setup.limits.data_parallel_size
-    best, best_s, number = batch.at_once, scene.before.makespan_s, batch.at_once
+    number, best_s = batch.at_once, scene.before.makespan_s
+    best: tuple[int, Sequence[Schedule]] = number, scene.base.schedules
     while True:
         following = min(int(number * factor), len(batch.prompts))
         if following == number or following < replicas:
             return best
         number = following
-        seconds = makespans([rescheduled(scene.base, batch.at_most(number))], scene.base.model)[0]
+        planned = rescheduled(scene.base, batch.at_most(number))
+        seconds = makespans([planned], scene.base.model)[0]
         if seconds >= best_s:
-            return number if best == batch.at_once else best
-        best, best_s = number, seconds
+            return (number, planned) if best[0] == batch.at_once else best
+        best, best_s = (number, planned), seconds
 
 
 def _caching(scene: Scene) -> Iterator[Lever]:

@@ -101,7 +101,8 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
         if differing == ["kv"] and scene.request.batch.turns is not None and without.memory is not None:
-            kept = Scene.of(with_it, scene.request, scene.profile).kept_gain(without.memory.kv_cache_tokens)
+            holder = scene if in_plan else Scene.of(with_it, scene.request, scene.profile)
+            kept = holder.kept_gain(without.memory.kv_cache_tokens)
             if kept >= WORTH:
                 setting += f"; {kept:.2f}x of its gain is by the prefixes and requests that a larger cache keeps"
         yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
