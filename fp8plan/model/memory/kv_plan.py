@@ -153,8 +153,8 @@ class KvPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the pool, in any group."""
-        return _block_bytes(self.groups)
+        """Bytes of a block of the pool, in any group: those of the largest."""
+        return max(group.page_bytes for group in self.groups)
 
     def within(self, available_bytes: int) -> KvPlan:
         """The plan with as many blocks as this memory holds."""
@@ -205,8 +205,3 @@ def plan_kv_cache(caches: Sequence[LayerCache], rules: KvRules, num_blocks: int 
     groups = group_layers(specs(caches, rules), rules)
     attends = any(cache.kind != "state" for cache in caches)
     return KvPlan(groups, block_sizes(caches, rules)[0] if attends else 0, num_blocks, rules)
-
-
-def _block_bytes(groups: Sequence[CacheGroup]) -> int:
-    """Bytes of a block: those of the largest group."""
-    return max(group.page_bytes for group in groups)

@@ -10,7 +10,7 @@ class Client:
     """Sends the requests of trajectories, turn by turn.
 
     begun: number of trajectories that have begun, which is the index of the next to begin
-    away:  trajectories whose tool works
+    away:  trajectories whose tool works, from the end of a turn until the next one's request is seen
     """
 
     def __init__(self, turns: TurnTable, loop: Loop) -> None:
@@ -20,25 +20,19 @@ class Client:
         self._dropped: list[int] = turns.dropped.tolist()
         self._turn: list[int] = turns.first[:-1].tolist()
         self._end: list[int] = turns.first[1:].tolist()
-        self._is_away = [False] * len(self._turn)
         self._loop = loop
         self.begun = len(self._turn) if turns.concurrent is None else min(turns.concurrent, len(self._turn))
-        self.away = 0
+        self.away: set[int] = set()
 
     def generated(self, trajectory: int) -> int:
         """Tokens that its turn generates."""
         return self._generated[self._turn[trajectory]]
 
-    def is_away(self, trajectory: int) -> bool:
-        """True from the end of a turn until the next one's request is seen."""
-        return self._is_away[trajectory]
-
     def end_turn(self, trajectory: int) -> None:
         """Let the next request of a trajectory arrive when its tool has answered, or let another trajectory begin."""
         turn = self._turn[trajectory]
         if turn + 1 < self._end[trajectory]:
-            self._is_away[trajectory] = True
-            self.away += 1
+            self.away.add(trajectory)
             self._loop.expect(self._wait_s[turn], trajectory)
         elif self.begun < len(self._turn):
             self._loop.expect(0.0, self.begun)
@@ -52,8 +46,7 @@ class Client:
         Returns the tokens of the next prompt, and how many of the first ones are the same as before.
         """
         turn = self._turn[trajectory]
-        self._is_away[trajectory] = False
-        self.away -= 1
+        self.away.remove(trajectory)
         self._turn[trajectory] += 1
         tokens, dropped = prompt + self._generated[turn], self._dropped[turn]
         return tokens - dropped + self._tool[turn], prompt if dropped else tokens

@@ -101,7 +101,7 @@ class State:
         if not self.queue and not self.running:
             self.loop.wait()
         for request in self.loop.take_arrived():
-            if self.client.is_away(request):
+            if request in self.client.away:
                 self._begin_next_turn(request)
             self.queue.appendleft(request)
 
@@ -442,7 +442,7 @@ class State:
             "cached_tokens": self.cached,
             "queried_tokens": self.queried,
             "hit_tokens": self.hits,
-            "away": self.client.away,
+            "away": len(self.client.away),
             "again_tokens": self.again,
             "idle_s": self.loop.take_idle(),
         }
