@@ -135,7 +135,6 @@ class Mode(StrEnum):
 
     @property
     def dense(self) -> bool:
-        """True if all weights are sent."""
         return self in (Mode.DENSE_BF16, Mode.DENSE_FP8)
 
     @property
@@ -207,7 +206,6 @@ class SyncCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts."""
         return sum(self.parts.values())
 
     def pays_below(self, other: SyncCost) -> float:
@@ -332,7 +330,6 @@ def _in_fp8(matrix: Linear, precision: Precision) -> bool:
 
 
 def rank_matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
-    """Return the matrices of one rank, and the number of each."""
     linears = shape.linears(limits.tensor_parallel_size)
     matrices = [(matrix, 1) for matrix in linears]
     if not shape.tie_word_embeddings:

@@ -244,7 +244,6 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
 
 
 def _of_turns(replicas: Sequence[Schedule], tool_share: float) -> dict[str, float]:
-    """`Rollout.turns`."""
     names = "hit_tokens", "queried_tokens", "again_tokens"
     hits, queried, again = (sum(plan.total(getattr(plan, name)) for plan in replicas) for name in names)
     return {"hit_share": hits / queried, "again_tokens": again, "tool_share": tool_share}

@@ -63,7 +63,6 @@ UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 def check_optimizer(optimizer: str) -> None:
-    """Raise ConfigError for an unknown optimiser."""
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}; allowed: {', '.join(OPTIMIZERS)}")
 
@@ -153,7 +152,6 @@ class Step(NamedTuple):
     moved: float | None = None
 
     def times(self, rate: float) -> Step:
-        """Return the step at a learning rate."""
         return Step(self.mean * rate, None if self.moved is None else self.moved * rate)
 
 

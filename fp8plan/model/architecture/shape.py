@@ -113,11 +113,9 @@ class ModelShape:
 
     @cached_property
     def mixers(self) -> list[tuple[Mixer, int]]:
-        """The distinct mixers and their numbers."""
         return [(part, number) for part, number in self.counted if not isinstance(part, TokenPart)]
 
     def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
-        """The distinct parts of a kind and their numbers."""
         return [(part, number) for part, number in self.counted if isinstance(part, kind)]
 
     @cached_property

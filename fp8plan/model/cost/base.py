@@ -115,7 +115,6 @@ class Cost:
         return Cost(self.seconds, partials)
 
     def rows(self, at: slice | Array) -> Cost:
-        """The costs of the steps selected by `at`."""
         return Cost(self.seconds[at], {name: values[at] for name, values in self.partials.items()})
 
     def scaled(self, factor: float | Array) -> Cost:
@@ -216,7 +215,6 @@ class Component(NamedTuple):
         return self.cost if self.inverse is None else self.cost.rows(self.inverse)
 
     def rows(self, rows: slice) -> Component:
-        """The component at the steps selected by `rows`."""
         if self.inverse is None:
             return self._replace(cost=self.cost.rows(rows))
         return self._replace(inverse=self.inverse[rows])

@@ -154,7 +154,6 @@ def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], in
 
 
 def knows_power(profile: Profile) -> bool:
-    """True if the profile has the coefficients of the power limit."""
     return POWER in profile.coefficients
 
 
@@ -248,7 +247,6 @@ class PowerLimit(NamedTuple):
 
 
 def of_launches(name: str) -> bool:
-    """True for a coefficient of launches."""
     return name.endswith(LAUNCHES)
 
 
@@ -268,7 +266,6 @@ def running_seconds(cost: Cost) -> Array:
 
 
 def load_of(components: Sequence[Component], precision: Precision) -> Load:
-    """The load of steps with these components."""
     running: dict[str, Array] = {}
     for component in components:
         kind, seconds = kind_of(component.name, precision), component.gathered(running_seconds(component.cost))

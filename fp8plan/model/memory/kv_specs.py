@@ -142,7 +142,6 @@ class CacheRules(NamedTuple):
 
     @classmethod
     def of(cls, vllm: str) -> CacheRules:
-        """The rules of a version."""
         return cls(
             retain_all=not has(vllm, "only ends of prompts are retained"),
             leaves_one=has(vllm, "the last state of a prompt leaves a token to compute"),

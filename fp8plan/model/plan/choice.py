@@ -225,25 +225,26 @@ class Choice:
     @property
     def best_gain(self) -> SpeedUp | None:
         """The rollout's speed-up over the plan's baseline."""
-        ratio = self.speedup_over_best
-        return None if ratio is None else SpeedUp(ratio, self.speedup_over_best_low, self.speedup_over_best_high)
+        return self._speed_up("speedup_over_best")
 
     @property
     def best_step_gain(self) -> SpeedUp | None:
         """The RL step's speed-up over the plan's baseline, likewise."""
-        ratio, ends = self.step_speedup_over_best, (self.step_speedup_over_best_low, self.step_speedup_over_best_high)
-        return None if ratio is None else SpeedUp(ratio, *ends)
+        return self._speed_up("step_speedup_over_best")
 
     @property
     def gain(self) -> SpeedUp | None:
         """The rollout's speed-up over bf16 on the same layout."""
-        return None if self.speedup is None else SpeedUp(self.speedup, self.speedup_low, self.speedup_high)
+        return self._speed_up("speedup")
 
     @property
     def step_gain(self) -> SpeedUp | None:
         """The RL step's speed-up over bf16 on the same layout."""
-        ratio = self.step_speedup
-        return None if ratio is None else SpeedUp(ratio, self.step_speedup_low, self.step_speedup_high)
+        return self._speed_up("step_speedup")
+
+    def _speed_up(self, name: str) -> SpeedUp | None:
+        ratio, *ends = (getattr(self, f"{name}{end}") for end in ("", "_low", "_high"))
+        return None if ratio is None else SpeedUp(ratio, *ends)
 
     @property
     def rl_step_band_s(self) -> tuple[float | None, float | None]:
@@ -420,7 +421,6 @@ class Answer:
 
     @property
     def picked(self) -> Choice:
-        """The chosen choice."""
         return self.choices[self.chosen]
 
     @property

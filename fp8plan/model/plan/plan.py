@@ -192,7 +192,6 @@ class Plan:
 
     @property
     def several_layouts(self) -> bool:
-        """True if the choices have more than one layout."""
         return several_layouts(self.choices)
 
     @property
@@ -205,10 +204,6 @@ class Plan:
         base = self.choices[self.baseline]
         best = min(c.seconds for c in self.choices if c.precision == "bf16") == base.seconds
         return f"{'the best bf16' if best else 'the observed bf16'} ({base.layout_label})"
-
-    def accepts(self, risk: str | None) -> bool:
-        """True if the budget accepts this level of risk."""
-        return self.budget.accepts(risk)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: only dicts, lists, strings, numbers, booleans and None."""
@@ -232,11 +227,6 @@ class Plan:
             return _read(parse(text, "the plan"))
         except ConfigError as error:
             raise ConfigError(f"{error}; to make one, type: {MAKE_ONE}") from None
-
-    @property
-    def headlines(self) -> tuple[str, ...]:
-        """The reason of the choice."""
-        return self.reasons[:1]
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engine of the chosen choice, or of the one that is named, with data_parallel_size replicas."""
@@ -345,7 +335,7 @@ class Plan:
     def _check_budget(self, target: str) -> None:
         """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
         picked = self.select()
-        if picked.risk is None or self.accepts(picked.risk):
+        if picked.risk is None or self.budget.accepts(picked.risk):
             return
         allowed = " or ".join(LEVELS[: LEVELS.index(self.budget.accept) + 1])
         raise ConfigError(

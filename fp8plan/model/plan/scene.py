@@ -107,7 +107,6 @@ class Scene:
 
     @classmethod
     def of(cls, choice: Candidate, request: PlanRequest, profile: Profile) -> Scene:
-        """The scene of a candidate that can run."""
         base = simulate(choice.setup, request.batch, profile, memory=choice.memory)
         return cls(choice, request, profile, base)
 

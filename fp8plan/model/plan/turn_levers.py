@@ -19,7 +19,6 @@ CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 
 
 def turn_levers(scene: Scene) -> Iterator[Lever]:
-    """The levers on the choice of a plan of turns."""
     yield from _at_once(scene)
     yield from _caching(scene)
     yield from cap(scene)

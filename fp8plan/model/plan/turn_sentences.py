@@ -69,7 +69,6 @@ def _kv_cache(answer: Answer) -> list[str]:
 
 
 def _priced(lever: Lever) -> str:
-    """The sentence on a lever."""
     return f"Lever: {lever.name} ({lever.setting}): {_saves(lever.before_s, lever.after_s)}; {lever.price}."
 
 

@@ -89,7 +89,6 @@ def unused_folder() -> list[str]:
 
 
 def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
-    """The path of the profile of a GPU and an engine version within a folder of profiles."""
     return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
 
 

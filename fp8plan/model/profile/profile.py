@@ -270,7 +270,6 @@ class Profile:
         )
 
     def with_notes(self, note: str) -> Profile:
-        """A copy of the profile with a note on each coefficient that has none."""
         return replace(self, notes=dict.fromkeys(self.coefficients.keys() - {*PACES}, note) | self.notes)
 
     @property

@@ -114,7 +114,6 @@ class Rows:
         return [{name: self.last[name] for name in QUANTITIES} | {"windows": reads}]
 
     def columns(self) -> dict[str, Array]:
-        """The arrays of `Columns` by name."""
         return {name: np.array([row[name] for row in self._rows], dtype=kind) for name, kind in TYPES.items()}
 
     def windows(self) -> tuple[WindowReads, ...]:

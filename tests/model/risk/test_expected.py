@@ -16,8 +16,15 @@ from uniform_models import uniform
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
-from fp8plan.model.risk.expected import RiskBudget, mismatch_risk, recommended_tis
-from fp8plan.model.risk.fit import FIT, OBSERVATIONS, committed_fit, predicted_kl
+from fp8plan.model.risk.expected import (
+    FIT,
+    OBSERVATIONS,
+    RiskBudget,
+    committed_fit,
+    mismatch_risk,
+    predicted_kl,
+    recommended_tis,
+)
 from fp8plan.model.risk.theory import normal_cdf, sequence_rejection, setting_of, token_log_ratio
 from tools import risk_report
 from tools.risk_report import (
