@@ -44,11 +44,6 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + more
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return words as they stand in a sentence: "a, b and c"."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
 def warn(text: str) -> None:
     """Warn of a problem that must not stop training."""
     try:

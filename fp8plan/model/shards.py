@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from fp8plan.errors import ConfigError, listed
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
 from fp8plan.model.precision import Precision
@@ -124,7 +124,8 @@ def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) 
     if not kept:
         return ""
     named = [f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept]
-    stay = f"{listed(named)} {'stays' if len(named) == 1 else 'stay'} in BF16"
+    listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    stay = f"{listed} {'stays' if len(named) == 1 else 'stay'} in BF16"
     if shape.stored is not None:
         return f"{stay}, as in the checkpoint"
     return f"{stay}, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"

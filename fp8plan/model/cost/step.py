@@ -119,7 +119,7 @@ class StepModel:
         if self.limits.enable_return_routed_experts:
             rare |= {ON_GPU, ON_HOST}
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
-        if self._between_nodes:
+        if self.limits.tensor_parallel_size > self.gpu.gpus_per_node:
             object.__setattr__(self, "profile", with_network(self.profile))
         object.__setattr__(self, "_sustained", sustained(self.profile))
 
@@ -213,10 +213,6 @@ class StepModel:
         """The tokens of each CUDA graph: whole requests (adjust_cudagraph_sizes_for_spec_decode in compilation.py)."""
         sizes = cudagraph_capture_sizes(self.shape, self.gpu, self.limits, self.engine_version)
         return sorted({size for x in sizes if (size := -(-x // queries) * queries) <= sizes[-1]})
-
-    @property
-    def _between_nodes(self) -> bool:
-        return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
         """Seconds that the host needs for scheduling and launching."""

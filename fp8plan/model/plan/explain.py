@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8plan.errors import listed
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
@@ -104,7 +103,7 @@ def where_from(answer: Answer) -> list[str]:
 
 def _largest(parts: dict[str, float]) -> str:
     named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= 0.1]
-    return listed(named)
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
 def slower(answer: Answer) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from fp8plan.errors import ConfigError, listed
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.kept import OUTPUTS, Kept, kept_words
 from fp8plan.options import REMEDIES, Option, group_of
 
@@ -96,7 +96,7 @@ class Remedies:
             words.append(f"a trainer in {self.trainer_precision}")
         if fp8_weights and any(self.keep_bf16):
             words.append(f"{kept_words(self.keep_bf16)} in BF16")
-        return listed(words)
+        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 NO_REMEDIES: Final = Remedies()

@@ -138,8 +138,8 @@ def schedule(
         raise ConfigError(f"{NO_WAITS}; give the seconds of each wait")
     assert turns is None or clock is not None
     least_pool = _check_fits(batch.lengths, num_blocks, limits, groups)
-    work = batch, num_blocks, limits, longest_run, groups, rules, clock
-    made = run_compiled(*work) or run_reference(*work)
+    case = Case(batch, num_blocks, limits, groups, rules, clock)
+    made = run_compiled(case, longest_run) or run_reference(case, longest_run)
     wanted = None if turns is not None or made.pool_mattered else max(num_blocks - made.least_free, least_pool)
     return Schedule(
         **made.columns,
@@ -158,6 +158,17 @@ Numbers = ctypes.POINTER(ctypes.c_int64)
 KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # numbers of kinds in c/state.h
 TOO_FEW_BLOCKS = -2
 FLAGS = ("-O1", "-ffp-contract=off", "-shared", "-fPIC")  # without fused multiply-adds the clock has Python's bits
+
+
+class Case(NamedTuple):
+    """A batch, and what decides its schedule; as in `schedule`. groups: at least one"""
+
+    batch: Batch
+    num_blocks: int
+    limits: EngineLimits
+    groups: tuple[Spec, ...]
+    rules: CacheRules
+    clock: Clock | None = None
 
 
 class Run(NamedTuple):
@@ -186,19 +197,12 @@ class Run(NamedTuple):
         return self.hits_mattered or self.least_free < 0 or bool(self.columns["preemptions"].any())
 
 
-def run_compiled(
-    batch: Batch,
-    num_blocks: int,
-    limits: EngineLimits,
-    longest: int,
-    groups: tuple[Spec, ...],
-    rules: CacheRules,
-    clock: Clock | None = None,
-) -> Run | None:
+def run_compiled(case: Case, longest: int) -> Run | None:
     """Simulate in C as `run_reference` does. None where it is not compiled, or finds no memory."""
     library = compiled()
     if library is None:
         return None
+    batch, num_blocks, limits, groups, rules, clock = case
     windows, turns = windows_of(groups), batch.turns
     specs = [
         (KINDS[g.kind], g.block_size, g.window, g.checkpoints, admission_cap(g, limits), groups.index(g))
@@ -271,20 +275,13 @@ def compiled() -> ctypes.CDLL | None:
     return loaded
 
 
-def run_reference(
-    batch: Batch,
-    num_blocks: int,
-    limits: EngineLimits,
-    longest: int,
-    groups: tuple[Spec, ...],
-    rules: CacheRules,
-    clock: Clock | None = None,
-) -> Run:
-    """Simulate with `State`. longest: most steps in one row. clock: as in `schedule`, with turns"""
+def run_reference(case: Case, longest: int) -> Run:
+    """Simulate with `State`. longest: most steps in one row"""
     from fp8plan.model.schedule.holders import HoldersWaitPool
     from fp8plan.model.schedule.pool import Pool
     from fp8plan.model.schedule.state import State
 
+    batch, num_blocks, limits, groups, rules, clock = case
     kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
     prompts, turns = batch.prompts.tolist(), batch.turns
     pool = kind(num_blocks, groups, limits, prompts, batch.prompt_ids.tolist(), rules)
