@@ -8,19 +8,49 @@ at distinct token counts, and gather them into steps only on request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import Precision
 from fp8plan.model.profile.profile import Profile
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One replica: a model in a precision on tensor_parallel_size GPUs, with their profile.
+
+    layers, head: the linears of one rank, and lm_head
+    main_linears: the linears of the layers that the precision is about: the quantised ones, or all if there are none
+    cut:          as in EngineLimits
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    precision: Precision
+    limits: EngineLimits
+    profile: Profile
+    layers: list[Linear] = field(init=False, repr=False, compare=False)
+    head: Linear = field(init=False, repr=False, compare=False)
+    main_linears: list[Linear] = field(init=False, repr=False, compare=False)
+    cut: tuple[int, bool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        linears = self.shape.linears(self.limits.tensor_parallel_size)
+        object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
+        object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
+        object.__setattr__(self, "main_linears", [x for x in self.layers if x.quantised] or self.layers)
+        object.__setattr__(self, "cut", self.limits.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +87,8 @@ class StepBatch:
     queries: int = 1
 
 
-QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name not in ("windows", "follows", "queries"))
-READS = tuple(field.name for field in fields(WindowReads) if field.name not in ("kind", "window"))
+QUANTITIES = tuple(x.name for x in fields(StepBatch) if x.name not in ("windows", "follows", "queries"))
+READS = tuple(x.name for x in fields(WindowReads) if x.name not in ("kind", "window"))
 
 
 def joined(batches: Sequence[StepBatch]) -> StepBatch:

@@ -121,10 +121,7 @@ class Choice:
     kv_cache_tokens:      tokens that the KV pool of one replica holds
     preemptions:          number in all replicas
     tail_fraction:        part of the makespan spent at small batch, in [0, 1]
-    kl_k3:                mean k3 per token between trainer and rollout, with its range
-    ess_raw:              effective sample size of the untruncated token ratios, a fraction
-    clip_fraction:        part of the tokens that token TIS clips
-    seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
+    kl_k3 to seq_reject_fraction: as in MismatchRisk
     risk:                 "low", "moderate" or "high", by the rules of RiskBudget
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
     extrapolated:         more than 10% of makespan_s is extrapolated or theory
