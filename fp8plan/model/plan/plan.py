@@ -54,10 +54,28 @@ def _read(data: Any) -> Plan:
     if int(data["schema_version"].partition(".")[2]) < WITH_REMEDIES:
         data = _without_remedies(data)
     plan = checked(data, Plan, "the plan")
+    try:
+        _check_values(plan)
+    except ConfigError as error:
+        raise ConfigError(f"the plan: {error}") from None
     _check_complete(fields := asdict(plan), data, "")
     for number, choice in enumerate(fields["choices"]):
         _check_choice(choice, f"the plan: choices[{number}]")
     return plan
+
+
+def _check_values(plan: Plan) -> None:
+    check_kv_scales(plan.kv_scales)
+    check_inside(plan.inside)
+    last = len(plan.choices) - 1
+    if not 0 <= plan.chosen <= last:
+        raise ConfigError(f"chosen is {plan.chosen}; allowed: 0 to {last}, an index into choices")
+    if plan.baseline is not None and not 0 <= plan.baseline <= last:
+        raise ConfigError(f"baseline is {plan.baseline}; allowed: null, or 0 to {last}, an index into choices")
+    check_thresholds(plan.thresholds)
+    for number, choice in enumerate(plan.choices):
+        for size in ("tensor_parallel", "data_parallel"):
+            whole(f"choices[{number}].{size}", getattr(choice, size))
 
 
 def _without_remedies(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,17 +166,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_kv_scales(self.kv_scales)
-        check_inside(self.inside)
-        if not 0 <= self.chosen < len(self.choices):
-            raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
-        if self.baseline is not None and not 0 <= self.baseline < len(self.choices):
-            allowed = f"null, or 0 to {len(self.choices) - 1}, an index into choices"
-            raise ConfigError(f"baseline is {self.baseline}; allowed: {allowed}")
-        check_thresholds(self.thresholds)
-        for number, choice in enumerate(self.choices):
-            for size in ("tensor_parallel", "data_parallel"):
-                whole(f"choices[{number}].{size}", getattr(choice, size))
 
     def index(self, choice: int | str | None = None) -> int:
         """The index of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
