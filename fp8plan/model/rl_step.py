@@ -29,12 +29,12 @@ from fp8plan.model.weight_changes import (
     DEFAULT_OPTIMIZER,
     Changed,
     TopK,
-    bf16_patch_bytes,
     changed,
     check_optimizer,
     e4m3_patch_bytes,
     frame_bytes,
     one_step,
+    patch_bytes,
 )
 from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
 from fp8plan.options import TRAINER, Option, group_of
@@ -284,7 +284,10 @@ def delta_bytes(
     for matrix, number in rank_matrices(shape, limits):
         n, k, share = matrix.n, matrix.k, sync.changed(matrix.name, top_k)
         in_fp8 = _in_fp8(matrix, precision)
-        own = e4m3_patch_bytes(n, k, share, precision.weight_block) if in_fp8 else bf16_patch_bytes(n, k, share)
+        if in_fp8:
+            own = e4m3_patch_bytes(n, k, share, precision.weight_block)
+        else:
+            own = patch_bytes(n, k, BF16_BYTES, share.bf16)
         total += number * own
     return total
 

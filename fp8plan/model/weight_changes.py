@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import BF16_BYTES, E4M3_MANTISSA_BITS, E4M3_MAX, FP8_BYTES
+from fp8plan.model.precision import E4M3_MANTISSA_BITS, E4M3_MAX, FP8_BYTES
 from fp8plan.model.weights import Weights
 
 DEFAULT_OPTIMIZER: Final = "adamw"
@@ -245,11 +245,6 @@ def patch_bytes(rows: int, columns: int, item: int, share: float) -> float:
     sent = 1 - (1 - share) ** size
     body = min(float(size * item), min(forms) + changed * item)
     return sent * frame_bytes(rows, columns, item) + body
-
-
-def bf16_patch_bytes(rows: int, columns: int, share: Changed) -> float:
-    """Return the mean bytes of the patch of a BF16 matrix."""
-    return patch_bytes(rows, columns, BF16_BYTES, share.bf16)
 
 
 def e4m3_patch_bytes(rows: int, columns: int, share: Changed, block: tuple[int, int]) -> float:

@@ -280,14 +280,6 @@ def gradient_of(components: Sequence[Component], weights: Array) -> dict[str, fl
     return gradient
 
 
-def total_of(components: Sequence[Component]) -> Array:
-    """Seconds of each step in all components together, shape (steps,)."""
-    total = components[0].seconds()
-    for component in components[1:]:
-        total = total + component.seconds()
-    return total
-
-
 def streaming_cost(
     name: str, rows: Array, bytes_per_row: float, gpu: Gpu, profile: Profile, bandwidth: str = ""
 ) -> Cost:

@@ -25,7 +25,6 @@ from fp8plan.model.cost.base import (
     p_norm,
     paced,
     tokens_of,
-    total_of,
     where_busy,
     whole,
     zero,
@@ -351,7 +350,7 @@ class TimedSteps:
         """
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
-        totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self.on_gpu}
+        totals = {"gpu": self.on_gpu, "scheduling": self.scheduling.seconds, "launching": self.launching.seconds}
         own, ahead_of = (
             [Cost(seconds, {name + whose: seconds}) for name, seconds in totals.items()] for whose in ("", NEXT)
         )

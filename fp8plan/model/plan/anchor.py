@@ -369,12 +369,9 @@ def _latest(records: Sequence[Record]) -> list[Record]:
 def _shifted(base: Profile, names: Sequence[str], shift: Matrix) -> Profile:
     """The profile with each coefficient times exp(shift)."""
     factors = zip(names, np.exp(shift).tolist(), strict=True)
-    moved = {name: _bounded(name, base.coefficients[name] * factor) for name, factor in factors}
+    moved = {name: base.coefficients[name] * factor for name, factor in factors}
+    moved |= {name: min(value, 1.0) for name, value in moved.items() if name.endswith("_efficiency")}
     return replace(base, coefficients=base.coefficients | moved)
-
-
-def _bounded(name: str, value: float) -> float:
-    return min(value, 1.0) if name.endswith("_efficiency") else value
 
 
 def _sparse(names: Sequence[str], values: Matrix) -> dict[str, float]:
