@@ -110,7 +110,6 @@ def read_model(config: Mapping[str, Any], name: str, source: str) -> dict[str, A
         "stored": stored,
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
-        "logit_softcap": field.number("final_logit_softcapping"),
         "note": " ".join(notes),
     }
 

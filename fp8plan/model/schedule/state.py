@@ -17,8 +17,7 @@ from typing import Any
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.client import Client
-from fp8plan.model.schedule.loop import Loop
+from fp8plan.model.schedule.loop import Client, Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.rows import Chunk, Rows
 from fp8plan.model.turn_table import TurnTable
