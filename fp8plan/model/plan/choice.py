@@ -342,11 +342,9 @@ def as_choices(
     return tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
 
 
-_OF_ROLLOUT = (
-    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s preemptions tail_fraction rests_on turns"
-).split()
+OF_ROLLOUT = ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions", "tail_fraction")
 _OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
-_OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
+OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 
 
 def _choice(
@@ -369,8 +367,8 @@ def _choice(
     choice = replace(
         choice,
         available=True,
-        **_named(rollout, _OF_ROLLOUT),
-        **_named(risk, _OF_RISK),
+        **_named(rollout, (*OF_ROLLOUT, "rests_on", "turns")),
+        **_named(risk, OF_RISK),
         risk=risk.level,
         unit_kv_scales=None if at_one is None else _named(at_one, _OF_KL) | {"risk": at_one.level},
         rl_step_s=candidate.step_s,

@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.plan.choice import Choice, plain_fields, seconds, several_layouts
+from fp8plan.model.plan.choice import OF_RISK, OF_ROLLOUT, Choice, plain_fields, seconds, several_layouts
 from fp8plan.model.risk.expected import LEVELS, THRESHOLD, RiskBudget, check_thresholds
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
@@ -32,10 +32,7 @@ WITH_REMEDIES: Final = 8  # minor version of the schema that added them
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
 
 # Figures of every choice that can run. Speed-ups also need BF16 to fit, the RL step a trainer.
-PREDICTED: Final = (
-    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s kv_cache_tokens preemptions tail_fraction kl_k3 "
-    "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
-).split()
+PREDICTED: Final = (*OF_ROLLOUT, *OF_RISK, "kv_cache_tokens", "risk", "extrapolated")
 
 
 class UnitScales(msgspec.Struct):

@@ -177,10 +177,10 @@ def mismatch_risk(
     tensor_parallel_size: ranks that share the linears; it decides which of them stay in BF16
     remedies:             settings of trainer and rollout that lower the mismatch
 
-    Raises ConfigError for no lengths, or a length below 1, and for `keep_bf16` that the model does not allow.
+    Raises ConfigError for `keep_bf16` that the model does not allow.
     """
     budget = budget or RiskBudget()
-    lengths = _checked(response_lengths)
+    lengths = np.asarray(response_lengths, dtype=np.float64)
     setting = theory.setting_of(shape, precision, e8m0, tensor_parallel_size, remedies)
     one_scale = (theory.ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()
     unmeasured = (*theory.unmeasured_parts(shape), *one_scale)
@@ -215,29 +215,18 @@ def recommended_tis(
 ) -> tuple[float, tuple[str, ...]]:
     """C of token TIS to start the correction with at this risk, and sentences on it. The default law moves C."""
     budget = budget or RiskBudget()
-    lengths, start = _checked(response_lengths), TOKEN_TIS[risk.level]
+    start = TOKEN_TIS[risk.level]
     end, (low, high) = min(start, TIS_FLOOR), COUNTED_MIS
     clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(end)
     moves = f"starts at C = {start:g}, and tightens to {end:g} as the KL rises; it " if end < start else ""
     tis_note = f"token TIS {moves}clips about {clipped:.2g} of the tokens at {end:g}"
     mis_note = (
         f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
-        f"sequences (mean length {np.mean(lengths):,.0f})"
+        f"sequences (mean length {np.asarray(response_lengths).mean():,.0f})"
     )
     usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
     return start, notes
-
-
-def _checked(lengths: ArrayLike) -> FloatArray:
-    values = np.asarray(lengths, dtype=np.float64).reshape(-1)
-    if values.size == 0:
-        raise ConfigError("response_lengths is empty; give at least one length in tokens")
-    if not (np.isfinite(values).all() and values.min() >= 1):
-        raise ConfigError(
-            f"response_lengths go from {values.min()} to {values.max()}; allowed: finite, at least 1 token"
-        )
-    return values
 
 
 def _kl_band(
