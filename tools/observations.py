@@ -18,11 +18,12 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
-from fp8plan.model.risk.fit import OBSERVATIONS
+from fp8plan.model.risk.expected import OBSERVATIONS
 from fp8plan.model.risk.remedies import BF16, Remedies
-from fp8plan.model.risk.theory import has_qkv_bias, setting_of
+from fp8plan.model.risk.theory import setting_of
 from fp8plan.version import __version__
 
 SOURCE: Final = "fp8plan-probe"  # one key, so that leave-one-source-out leaves out all rows of this method
@@ -83,7 +84,7 @@ def _row(probe: Mapping[str, Any], probed: Mapping[str, Any], shape: ModelShape)
         "layers": f"{setting.layers:g}",
         "kv_layers": "" if setting.kv_layers == setting.layers else f"{setting.kv_layers:g}",
         "qk_norm": int(setting.qk_norm),
-        "attention_bias": int(has_qkv_bias(shape)),
+        "attention_bias": int(any(part.qkv_bias for part, _ in shape.parts_of(Attention))),
         "weights": preset.weights,
         "kv": preset.kv,
         "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",

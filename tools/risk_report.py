@@ -25,7 +25,7 @@ from sklearn.linear_model import Ridge
 
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import E4M3_MANTISSA_BITS, E4M3_MAX
-from fp8plan.model.risk.fit import (
+from fp8plan.model.risk.expected import (
     COEFFICIENTS,
     FIT,
     OBSERVATIONS,

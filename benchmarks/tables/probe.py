@@ -24,8 +24,7 @@ from fp8plan import jsonl
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.kept import OUTPUTS
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.risk.expected import mismatch_risk
-from fp8plan.model.risk.fit import Z90
+from fp8plan.model.risk.expected import Z90, mismatch_risk
 from fp8plan.model.risk.remedies import BF16, BLOCK, Remedies
 from fp8plan.model.risk.theory import SMALL_LANGUAGE_FACTOR
 from tools.risk_report import leave_one_source_out, read_observations, rounding_errors

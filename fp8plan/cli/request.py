@@ -206,7 +206,7 @@ def as_python(file: str) -> bool:
 
 def print_choice(plan: Plan, name: int | str | None = None) -> None:
     """Print the choice and its reason on stderr. If `name` is another choice, say so first."""
-    notes, index = list(plan.headlines), plan.index(name)
+    notes, index = list(plan.reasons[:1]), plan.index(name)
     if index != plan.chosen:
         other = plan.choices[index]
         where = f" on {other.data_parallel} x {other.replica_label}" if plan.several_layouts else ""

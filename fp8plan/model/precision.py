@@ -279,7 +279,6 @@ def _compressed(fields: Config, twin: str) -> Stored:
 
 
 def _scheme(group: Config) -> Weights:
-    """The format of the weights of one group."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping) or not _is_static_fp8(weights):
         kind = f"{weights.get('num_bits')}-bit {weights.get('type')}" if isinstance(weights, Mapping) else "no"

@@ -29,12 +29,12 @@ from fp8plan.model.weight_changes import (
     DEFAULT_OPTIMIZER,
     Changed,
     TopK,
-    bf16_patch_bytes,
     changed,
     check_optimizer,
     e4m3_patch_bytes,
     frame_bytes,
     one_step,
+    patch_bytes,
 )
 from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
 from fp8plan.options import TRAINER, Option, group_of
@@ -135,7 +135,6 @@ class Mode(StrEnum):
 
     @property
     def dense(self) -> bool:
-        """True if all weights are sent."""
         return self in (Mode.DENSE_BF16, Mode.DENSE_FP8)
 
     @property
@@ -207,7 +206,6 @@ class SyncCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts."""
         return sum(self.parts.values())
 
     def pays_below(self, other: SyncCost) -> float:
@@ -286,7 +284,10 @@ def delta_bytes(
     for matrix, number in rank_matrices(shape, limits):
         n, k, share = matrix.n, matrix.k, sync.changed(matrix.name, top_k)
         in_fp8 = _in_fp8(matrix, precision)
-        own = e4m3_patch_bytes(n, k, share, precision.weight_block) if in_fp8 else bf16_patch_bytes(n, k, share)
+        if in_fp8:
+            own = e4m3_patch_bytes(n, k, share, precision.weight_block)
+        else:
+            own = patch_bytes(n, k, BF16_BYTES, share.bf16)
         total += number * own
     return total
 
@@ -332,7 +333,6 @@ def _in_fp8(matrix: Linear, precision: Precision) -> bool:
 
 
 def rank_matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
-    """Return the matrices of one rank, and the number of each."""
     linears = shape.linears(limits.tensor_parallel_size)
     matrices = [(matrix, 1) for matrix in linears]
     if not shape.tie_word_embeddings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +70,7 @@ class Rollout:
     turns:               of trajectories with several turns: "hit_share", the share of prompt tokens that the prefix
                          cache has when a turn is first admitted, as in vLLM's metrics; "again_tokens" in full blocks of
                          earlier turns, which it has not; "tool_share" of the makespan, in which the slowest replica is
-                         idle; of a plan's choice also "saves" and "limit", as in fp8plan.model.plan.turn_limits
+                         idle; of a plan's choice also "saves" and "limit", as in fp8plan.model.plan.candidates
     """
 
     makespan_s: float
@@ -112,6 +112,13 @@ class Simulated(NamedTuple):
         """True if more than MOST_UNSEEN of the time is extrapolated or theory."""
         shares: dict[str, float] = self.rollout.rests_on.get("shares", {})
         return sum(shares.get(ground, 0.0) for ground in UNSEEN) > MOST_UNSEEN
+
+    def rescheduled(self, batch: Batch, blocks: int | None = None) -> list[Schedule]:
+        """The schedules of another batch on this engine. blocks: of the KV cache of each replica; None: its own"""
+        kv, limits = self.memory.kv, self.model.limits
+        if blocks is not None:
+            kv = replace(kv, num_blocks=blocks)
+        return schedules(batch.split(limits.data_parallel_size), kv, limits, clock=self.clock)
 
 
 def simulate(
@@ -244,7 +251,6 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
 
 
 def _of_turns(replicas: Sequence[Schedule], tool_share: float) -> dict[str, float]:
-    """`Rollout.turns`."""
     names = "hit_tokens", "queried_tokens", "again_tokens"
     hits, queried, again = (sum(plan.total(getattr(plan, name)) for plan in replicas) for name in names)
     return {"hit_share": hits / queried, "again_tokens": again, "tool_share": tool_share}

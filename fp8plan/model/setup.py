@@ -176,7 +176,13 @@ class EngineSetup:
             return self, memory
         most = self._most_running()
         if fixed:
-            raise CapacityError(self._too_many(memory, most))
+            raise CapacityError(
+                f"max_num_seqs is {seqs}, and the KV pool of {self.shape.name} in {self.precision.name} on "
+                f"{self.gpu.product} has {memory.num_gpu_blocks} blocks: with CUDA graphs vLLM demands a block for "
+                f"each running request, as some layers keep a recurrent state; allowed: at most {most}, as fewer "
+                f"requests leave room for more blocks: type --max-num-seqs {most} (max_num_seqs={most}), or leave it "
+                "out"
+            )
         lowered = self._running(Lowerable(most))
         return lowered, lowered.memory()
 
@@ -207,15 +213,6 @@ class EngineSetup:
         """This engine with another max_num_seqs, and the same budget."""
         budget = int(self.limits.max_num_batched_tokens)
         return replace(self, limits=replace(self.limits, max_num_seqs=seqs, max_num_batched_tokens=budget))
-
-    def _too_many(self, memory: MemoryPlan, most: int) -> str:
-        return (
-            f"max_num_seqs is {self.limits.max_num_seqs}, and the KV pool of {self.shape.name} in "
-            f"{self.precision.name} on {self.gpu.product} has {memory.num_gpu_blocks} blocks: with CUDA graphs vLLM "
-            "demands a block for each running request, as some layers keep a recurrent state; allowed: at most "
-            f"{most}, as fewer requests leave room for more blocks: type --max-num-seqs {most} "
-            f"(max_num_seqs={most}), or leave it out"
-        )
 
     @property
     def cudagraph_sizes(self) -> tuple[int, ...]:

@@ -42,7 +42,6 @@ class Size(NamedTuple):
 
 
 def check_target(target: str) -> None:
-    """Raise ConfigError for an unknown target."""
     if target not in TARGETS:
         raise ConfigError(f"target is {target!r}; allowed: {', '.join(TARGETS)}")
 
@@ -126,10 +125,10 @@ def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) 
         return ""
     named = [f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept]
     listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
-    verb = "stays" if len(named) == 1 else "stay"
+    stay = f"{listed} {'stays' if len(named) == 1 else 'stay'} in BF16"
     if shape.stored is not None:
-        return f"{listed} {verb} in BF16, as in the checkpoint"
-    return f"{listed} {verb} in BF16, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
+        return f"{stay}, as in the checkpoint"
+    return f"{stay}, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
 
 
 def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:

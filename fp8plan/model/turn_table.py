@@ -9,9 +9,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.checks import whole
-from fp8plan.errors import ConfigError
-
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 NO_WAITS: Final = "the log does not say how long the tools took"
@@ -127,31 +124,6 @@ class TurnTable(NamedTuple):
         joined: dict[str, Any] = {name: np.append(column, getattr(other, name)) for name, column in self._columns()}
         return self._replace(first=np.append(self.first, self.first[-1] + other.first[1:]), **joined)
 
-    def check(self, trajectories: int) -> None:
-        """Raise ConfigError unless this is a table of the turns of so many trajectories."""
-        if self.concurrent is not None:
-            whole("concurrent", self.concurrent, otherwise=", or None")
-        if not self.has_waits:
-            raise ConfigError(f"{NO_WAITS}; give the seconds of each wait")
-        turns, first, counts = len(self.generated), self.first, np.diff(self.first)
-        for name, column in self._columns():
-            if column.shape != (turns,):
-                raise ConfigError(f"{name} of turns has shape {column.shape}; allowed: that of generated, ({turns},)")
-        if first.shape != (trajectories + 1,) or first[0] != 0 or first[-1] != turns or (counts < 1).any():
-            raise ConfigError(
-                f"first of turns is {first.tolist()[:20]} for {trajectories} trajectories and {turns} turns; "
-                "allowed: 0, then the number of turns up to the end of each trajectory, which has at least one"
-            )
-        goes_on = np.ones(turns, dtype=bool)
-        goes_on[first[1:] - 1] = False
-        finite, kept = np.isfinite(self.wait_s), self.dropped <= self.generated
-        self._check("generated", self.generated >= 1, "at least 1 token")
-        self._check("tool", self.tool >= 0, "at least 0 tokens")
-        self._check("wait_s", finite & (self.wait_s >= 0), "finite seconds, at least 0")
-        self._check("dropped", kept & (self.dropped >= 0), "at least 0, at most the tokens that the turn generates")
-        for name in ("tool", "wait_s", "dropped"):
-            self._check(name, goes_on | (getattr(self, name) == 0), "0 after the last turn")
-
     def _before(self) -> IntArray:
         """Tokens after the trajectory's prompt when each turn begins, int64 of shape (turns,)."""
         kept = self.generated + self.tool - self.dropped
@@ -163,12 +135,3 @@ class TurnTable(NamedTuple):
         """The columns of shape (turns,) by name."""
         for name in ("generated", "tool", "wait_s", "dropped"):
             yield name, getattr(self, name)
-
-    def _check(self, name: str, is_allowed: NDArray[np.bool_], allowed: str) -> None:
-        """Raise ConfigError for the first turn whose value is not allowed."""
-        if is_allowed.all():
-            return
-        turn = int(np.flatnonzero(~is_allowed)[0])
-        trajectory = int(np.searchsorted(self.first, turn, side="right")) - 1
-        where = f"turn {turn - int(self.first[trajectory])} of trajectory {trajectory}"
-        raise ConfigError(f"{name} of {where} is {getattr(self, name)[turn]}; allowed: {allowed}")

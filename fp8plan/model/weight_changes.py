@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import BF16_BYTES, E4M3_MANTISSA_BITS, E4M3_MAX, FP8_BYTES
+from fp8plan.model.precision import E4M3_MANTISSA_BITS, E4M3_MAX, FP8_BYTES
 from fp8plan.model.weights import Weights
 
 DEFAULT_OPTIMIZER: Final = "adamw"
@@ -63,7 +63,6 @@ UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 def check_optimizer(optimizer: str) -> None:
-    """Raise ConfigError for an unknown optimiser."""
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}; allowed: {', '.join(OPTIMIZERS)}")
 
@@ -153,7 +152,6 @@ class Step(NamedTuple):
     moved: float | None = None
 
     def times(self, rate: float) -> Step:
-        """Return the step at a learning rate."""
         return Step(self.mean * rate, None if self.moved is None else self.moved * rate)
 
 
@@ -247,11 +245,6 @@ def patch_bytes(rows: int, columns: int, item: int, share: float) -> float:
     sent = 1 - (1 - share) ** size
     body = min(float(size * item), min(forms) + changed * item)
     return sent * frame_bytes(rows, columns, item) + body
-
-
-def bf16_patch_bytes(rows: int, columns: int, share: Changed) -> float:
-    """Return the mean bytes of the patch of a BF16 matrix."""
-    return patch_bytes(rows, columns, BF16_BYTES, share.bf16)
 
 
 def e4m3_patch_bytes(rows: int, columns: int, share: Changed, block: tuple[int, int]) -> float:

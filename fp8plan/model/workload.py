@@ -44,7 +44,6 @@ class Batch(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return int(self.lengths.max())
 
     def split(self, replicas: int) -> list[Batch]:
@@ -154,7 +153,6 @@ class Workload:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
         return int(self.prompt_lengths.largest)
 
     @property

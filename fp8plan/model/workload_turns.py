@@ -91,7 +91,6 @@ class Turns:
         return "lower --turns, or shorten --prompt-lengths, --turn-tokens and --tool-tokens (in Python the workload's)"
 
     def describe(self) -> dict[str, Any]:
-        """The description as plain data."""
         described = {name: getattr(self, name).describe(quantity.unit) for name, quantity in QUANTITIES.items()}
         return described | {"concurrent": self.concurrent, "reasoning_share": self.reasoning_share}
 
@@ -139,7 +138,6 @@ class LoggedTurns:
 
     @property
     def most_turns(self) -> int:
-        """Turns of the longest trajectory."""
         return int(np.diff(self.table.first).max())
 
     @property
@@ -148,14 +146,12 @@ class LoggedTurns:
         return "give a --workload of shorter trajectories"
 
     def describe(self) -> dict[str, Any]:
-        """The description as plain data."""
         described: dict[str, Any] = {"kind": "trace", "source": self.source, "rows": len(self.table.first) - 1}
         if isinstance(self.tool_s, Distribution):
             described["tool_s"] = self.tool_s.describe(SECONDS.unit)
         return described | {"concurrent": self.concurrent, "reasoning_share": self.reasoning_share}
 
     def draw(self, count: int, rng: np.random.Generator) -> TurnTable:
-        """The turns of `count` trajectories."""
         table, trajectories = self.table, len(self.table.first) - 1
         if count != trajectories:
             table = table.take(rng.integers(trajectories, size=count))

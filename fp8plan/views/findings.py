@@ -74,7 +74,6 @@ def _columns(rows: list[Probed]) -> list[Column]:
 
 
 def _remedies(rows: list[Probed]) -> list[Column]:
-    """The columns of remedies that some row has."""
     columns = []
     if any(row.remedies.trainer_precision != BF16 for row in rows):
         columns.append(Column("trainer", [row.remedies.trainer_precision for row in rows], left=True))

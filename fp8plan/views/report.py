@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
 from fp8plan.model.plan.choice import SpeedUp, power, seconds
 from fp8plan.model.rollout import TAIL_SHARE
 from fp8plan.views.text import Column, Fitted, Paragraph, best_rows, counted, short
-from fp8plan.views.turn_columns import TURN_LEGEND, turn_columns
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.choice import Choice
@@ -21,6 +20,12 @@ if TYPE_CHECKING:
 MISMATCH_LEGEND = (
     "KL k3: mean per token, with its 90% band. clipped: tokens that token TIS at C = 2 cuts. risk: by the unfavourable "
     "ends of the bands, which the reasons below name."
+)
+TURN_LEGEND = (
+    "prefix hits: of the tokens of prompts. computed again: tokens in full blocks of earlier turns that the cache has "
+    "not. tools: time in which the slowest replica is idle, because all its trajectories wait for tools. limit: what "
+    "would save most of the time, and how much: tools that answer at once, an endless cache, or no tail; compute, if "
+    "none of them saves a tenth."
 )
 
 
@@ -134,8 +139,23 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
         Column("KV tok./\nreplica" if replicas else "KV\ntok.", [short(c.kv_cache_tokens) for c in rows], rank=1),
         Column("pre-\nemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
         Column("tail", [f"{c.tail_fraction:.0%}" for c in rows], rank=3),
-        *(turn_columns([c.turns for c in rows if c.turns]) if picked.turns else []),
+        *(_turn_columns([c.turns for c in rows if c.turns]) if picked.turns else []),
     ]
+
+
+def _turn_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """The columns on trajectories with several turns. rows: `turns` of each choice"""
+    return [
+        Column("prefix\nhits", [f"{turns['hit_share']:.1%}" for turns in rows]),
+        Column("com-\nputed\nagain", [short(turns["again_tokens"]) for turns in rows], rank=5),
+        Column("tools", [f"{turns['tool_share']:.0%}" for turns in rows], rank=6),
+        Column("limit", [_limit(turns) for turns in rows], rank=7, left=True),
+    ]
+
+
+def _limit(turns: Mapping[str, Any]) -> str:
+    limit = turns["limit"]
+    return limit if limit == "compute" else f"{limit} {turns['saves'][limit]:.0%}"
 
 
 def _step_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:

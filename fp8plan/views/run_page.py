@@ -43,7 +43,6 @@ def write_report(source: Path, target: Path) -> None:
 
 
 def page(reader: RunReader) -> str:
-    """The whole page."""
     steps, events = reader.steps, run_columns.events(reader.steps)
     plots = _html([figure(steps, events), *filter(None, [by_position(steps)])])
     tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))

@@ -47,11 +47,10 @@ def tune_report(plan: Plan, answer: Answer, every: bool = False) -> RenderableTy
 def choice(plan: Plan, answer: Answer) -> list[str]:
     """The sentences on the choice and its limits."""
     own = [reason for reason in plan.reasons if reason not in answer.tuned.best.plan.reasons]
-    return [*plan.headlines, *own]
+    return [*plan.reasons[:1], *own]
 
 
 def columns(rows: Sequence[Lever]) -> list[Column]:
-    """The table of the levers."""
     saved = [lever.saved_s for lever in rows]
     return [
         Column("lever", [("* " if lever.in_plan else "  ") + lever.name for lever in rows], left=True),

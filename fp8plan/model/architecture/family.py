@@ -210,14 +210,12 @@ ATTENTIONS: Readers = {
 
 
 def dense(config: Fields, family: Family) -> Mlp:
-    """The dense MLP."""
     inner = config.integer(family.inner) if isinstance(family.inner, str) else family.inner(config)
     activation = 4 if config.word("hidden_act") == "xielu" else 0
     return Mlp(inner, gated=family.gated, bias=says(config, family.mlp_bias), activation_elements=activation)
 
 
 def experts(config: Fields, family: Family) -> Experts:
-    """The experts of a layer that has them."""
     moe = family.moe
     if moe is None:
         raise ValueError("a family without experts")

@@ -106,7 +106,6 @@ class _Listed:
             self.anywhere.add(name)
 
     def has(self, number: int, name: str) -> bool:
-        """True if the list has the module of this name in this layer."""
         above, runs = _names_within(name)
         self.known |= above
         if not (self.numbered[number].isdisjoint(above) and self.anywhere.isdisjoint(runs)):
@@ -139,7 +138,6 @@ def _held_layer(layer: Layer, number: int, listed: _Listed, hidden: int) -> Laye
 
 
 def with_parts(layer: Layer, changed: Callable[[Any], Any]) -> Layer:
-    """The layer with each of its parts changed."""
     return replace(
         layer,
         mixer=None if layer.mixer is None else changed(layer.mixer),

@@ -66,7 +66,6 @@ def kept_words(kept: Kept) -> str:
 
 
 def _names(part: Any, hidden: int) -> frozenset[str]:
-    """The names of a part's linears."""
     linears = part.linears(hidden)
     if isinstance(part, Experts):
         linears += part.expert_linears(hidden)

@@ -158,7 +158,6 @@ class Attention(Part):
         return self.v_head_dim or self.head_dim
 
     def heads_of_rank(self, tp: int) -> tuple[int, int]:
-        """Query and KV heads of one rank."""
         return self.heads // tp, kv_heads_of_rank(self.kv_heads, tp)
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:

@@ -117,7 +117,6 @@ class Experts(Part):
         return replace(w13, n=inner * (w13.n // w2.k), k=width), replace(w2, n=width, k=inner)
 
     def stored_bytes(self, hidden: int, precision: Precision, slices: int = 1) -> int:
-        """Bytes of one routed expert on one rank."""
         linears = self.stored_linears(hidden, precision, slices)
         return sum(precision.linear_bytes(w.n, w.k, w.quantised) for w in linears)
 
@@ -212,7 +211,6 @@ class Layer:
 
 
 def parts(layer: Layer) -> Iterator[Mixer | TokenPart]:
-    """All parts of a layer."""
     yield from mixers(layer)
     if layer.mlp is not None:
         yield layer.mlp
@@ -220,7 +218,6 @@ def parts(layer: Layer) -> Iterator[Mixer | TokenPart]:
 
 
 def mixers(layer: Layer) -> Iterator[Mixer]:
-    """All mixers of a layer."""
     if layer.mixer is not None:
         yield layer.mixer
     yield from (part for part in layer.parallel if not isinstance(part, TokenPart))

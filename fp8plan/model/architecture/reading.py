@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
@@ -84,7 +84,8 @@ def read_model(config: Mapping[str, Any], name: str, source: str) -> dict[str, A
     if family is None:
         raise _refused(source, _names(whole, config))
     field = Fields({**family.defaults, **config}, source)
-    if missing := [*_foreign(config, family), *_missing(field, family)]:
+    unknown = [text for key, text in family.missing.items() if field.value(key)]
+    if missing := [*_foreign(config, family), *unknown]:
         raise _refused(source, missing)
     notes = [IMAGES] if whole is not config else []
     if (origin := Fields(whole, source).word("_note")) is not None:
@@ -109,7 +110,6 @@ def read_model(config: Mapping[str, Any], name: str, source: str) -> dict[str, A
         "stored": stored,
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
-        "logit_softcap": field.number("final_logit_softcapping"),
         "note": " ".join(notes),
     }
 
@@ -166,11 +166,6 @@ def _foreign(config: Mapping[str, Any], family: Family) -> list[str]:
     """Names of parts in the config that its family does not have."""
     fields = (*family.own, family.mlp_bias)
     return list(dict.fromkeys(text for key, text in FOREIGN.items() if config.get(key) and key not in fields))
-
-
-def _missing(field: Fields, family: Family) -> Iterator[str]:
-    """Names of unknown parts in the config."""
-    return (text for key, text in family.missing.items() if field.value(key))
 
 
 def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

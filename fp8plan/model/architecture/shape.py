@@ -45,7 +45,6 @@ class ModelShape:
     """The parts and sizes of a model: everything that the cost model uses.
 
     norm_vectors: learned vectors of the last norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
-    logit_softcap: bound of the logits; 0: none
     note:         sentences on parts of the checkpoint that are left out, and on another model's config; "" without any
     stored:       format of an FP8 checkpoint; None for BF16
     """
@@ -60,7 +59,6 @@ class ModelShape:
     source: str  # where the config came from
     norm_vectors: int = 1
     lm_head_bias: bool = False
-    logit_softcap: float = 0.0
     note: str = ""
     stored: Stored | None = None
 
@@ -113,11 +111,9 @@ class ModelShape:
 
     @cached_property
     def mixers(self) -> list[tuple[Mixer, int]]:
-        """The distinct mixers and their numbers."""
         return [(part, number) for part, number in self.counted if not isinstance(part, TokenPart)]
 
     def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
-        """The distinct parts of a kind and their numbers."""
         return [(part, number) for part, number in self.counted if isinstance(part, kind)]
 
     @cached_property

@@ -186,7 +186,6 @@ def nemotron_kinds(config: Fields, layers: int) -> list[str]:
 
 
 def single_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
-    """A layer of one part and one norm."""
     if kind in ("mlp", "moe"):
         return Layer(None, experts(config, family) if kind == "moe" else dense(config, family), norms=1)
     return Layer(family.mixers[kind](config, family), None, norms=1)

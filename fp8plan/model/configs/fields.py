@@ -155,7 +155,6 @@ class Fields:
         return value
 
     def _spelt(self, name: str) -> str:
-        """The name of a field in this config."""
         return next((other for other in SYNONYMS.get(name, ()) if self.config.get(other) is not None), name)
 
 

@@ -8,19 +8,49 @@ at distinct token counts, and gather them into steps only on request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import Precision
 from fp8plan.model.profile.profile import Profile
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One replica: a model in a precision on tensor_parallel_size GPUs, with their profile.
+
+    layers, head: the linears of one rank, and lm_head
+    main_linears: the linears of the layers that the precision is about: the quantised ones, or all if there are none
+    cut:          as in EngineLimits
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    precision: Precision
+    limits: EngineLimits
+    profile: Profile
+    layers: list[Linear] = field(init=False, repr=False, compare=False)
+    head: Linear = field(init=False, repr=False, compare=False)
+    main_linears: list[Linear] = field(init=False, repr=False, compare=False)
+    cut: tuple[int, bool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        linears = self.shape.linears(self.limits.tensor_parallel_size)
+        object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
+        object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
+        object.__setattr__(self, "main_linears", [x for x in self.layers if x.quantised] or self.layers)
+        object.__setattr__(self, "cut", self.limits.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +87,8 @@ class StepBatch:
     queries: int = 1
 
 
-QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name not in ("windows", "follows", "queries"))
-READS = tuple(field.name for field in fields(WindowReads) if field.name not in ("kind", "window"))
+QUANTITIES = tuple(x.name for x in fields(StepBatch) if x.name not in ("windows", "follows", "queries"))
+READS = tuple(x.name for x in fields(WindowReads) if x.name not in ("kind", "window"))
 
 
 def joined(batches: Sequence[StepBatch]) -> StepBatch:
@@ -115,7 +145,6 @@ class Cost:
         return Cost(self.seconds, partials)
 
     def rows(self, at: slice | Array) -> Cost:
-        """The costs of the steps selected by `at`."""
         return Cost(self.seconds[at], {name: values[at] for name, values in self.partials.items()})
 
     def scaled(self, factor: float | Array) -> Cost:
@@ -216,7 +245,6 @@ class Component(NamedTuple):
         return self.cost if self.inverse is None else self.cost.rows(self.inverse)
 
     def rows(self, rows: slice) -> Component:
-        """The component at the steps selected by `rows`."""
         if self.inverse is None:
             return self._replace(cost=self.cost.rows(rows))
         return self._replace(inverse=self.inverse[rows])
@@ -250,14 +278,6 @@ def gradient_of(components: Sequence[Component], weights: Array) -> dict[str, fl
         for name, value in component.gradient(weights).items():
             gradient[name] = gradient.get(name, 0.0) + value
     return gradient
-
-
-def total_of(components: Sequence[Component]) -> Array:
-    """Seconds of each step in all components together, shape (steps,)."""
-    total = components[0].seconds()
-    for component in components[1:]:
-        total = total + component.seconds()
-    return total
 
 
 def streaming_cost(

@@ -30,11 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import QUANTITIES, FloatArray, IntArray, StepBatch, WindowReads
 from fp8plan.model.cost.power import load_of, power_limit
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import GPU_PACE
 from fp8plan.model.profile.sibling import IDLE
 
@@ -100,16 +98,6 @@ class Clock:
             leads=model.limits.async_scheduling and not model.shape.recurrent,
             on_cpu=model.gpu.is_cpu,
         )
-
-    def check(self, limits: EngineLimits, windows: int) -> None:
-        """Raise ConfigError unless this has the largest step of an engine. windows: number of those that it reads"""
-        tokens, requests, windows_timed = len(self.tokens) - 1, self.decode.shape[1] - 1, len(self.decode) - 1
-        if tokens < limits.max_num_batched_tokens or requests < limits.max_num_seqs or windows_timed != windows:
-            raise ConfigError(
-                f"the clock has steps of up to {tokens} tokens and {requests} requests, with {windows_timed} windows, "
-                f"but the engine's have up to {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} "
-                f"requests, with {windows} windows; make it with Clock.of(model, windows) for this engine"
-            )
 
     def step(
         self,

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.cost.base import QUANTITIES, Array, Component, Cost, StepBatch
-from fp8plan.model.cost.power import Engine
+from fp8plan.model.cost.base import QUANTITIES, Array, Component, Cost, Engine, StepBatch
 from fp8plan.model.profile.profile import FITTED
 
 UNSEEN = ("extrapolated", "theory")

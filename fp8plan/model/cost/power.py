@@ -26,44 +26,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cache, reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
-from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of, weighted
+from fp8plan.model.cost.base import Array, Component, Cost, Engine, StepBatch, tokens_of, weighted
 from fp8plan.model.cost.gemm import linear_dtype, peak_flops
 from fp8plan.model.cost.mixers import bytes_read, flops
 from fp8plan.model.cost.moe import distinct_experts, expert_flops
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.profile.sibling import IDLE, LIMIT, LIMIT_SHARE, MEMORY_WATTS
-
-
-class Engine(Protocol):
-    """The fields of fp8plan.model.cost.step.StepModel that are used here and in `grounds`."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-    @property
-    def gpu(self) -> Gpu: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def limits(self) -> EngineLimits: ...
-    @property
-    def layers(self) -> Sequence[Linear]: ...
-    @property
-    def head(self) -> Linear: ...
-    @property
-    def main_linears(self) -> Sequence[Linear]: ...
-    @property
-    def profile(self) -> Profile: ...
-    @property
-    def cut(self) -> tuple[int, bool]: ...
 
 
 def bytes_bound(model: Engine, batch: StepBatch) -> Array:
@@ -154,7 +128,6 @@ def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], in
 
 
 def knows_power(profile: Profile) -> bool:
-    """True if the profile has the coefficients of the power limit."""
     return POWER in profile.coefficients
 
 
@@ -248,7 +221,6 @@ class PowerLimit(NamedTuple):
 
 
 def of_launches(name: str) -> bool:
-    """True for a coefficient of launches."""
     return name.endswith(LAUNCHES)
 
 
@@ -268,7 +240,6 @@ def running_seconds(cost: Cost) -> Array:
 
 
 def load_of(components: Sequence[Component], precision: Precision) -> Load:
-    """The load of steps with these components."""
     running: dict[str, Array] = {}
     for component in components:
         kind, seconds = kind_of(component.name, precision), component.gathered(running_seconds(component.cost))

@@ -13,19 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Experts, LayerInput
 from fp8plan.model.cost.base import (
     Array,
     Component,
     Cost,
+    Engine,
     StepBatch,
     following,
     gradient_of,
     p_norm,
     paced,
     tokens_of,
-    total_of,
     where_busy,
     whole,
     zero,
@@ -59,9 +58,8 @@ from fp8plan.model.cost.power import (
     with_sustained,
 )
 from fp8plan.model.cost.routes import ON_GPU, ON_HOST, route_gpu_cost, route_host_cost
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits, cudagraph_capture_sizes, model_runner
-from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.limits import cudagraph_capture_sizes, model_runner
+from fp8plan.model.precision import BF16_BYTES
 from fp8plan.model.profile.library import rare_parts, with_kernels
 from fp8plan.model.profile.profile import GPU_PACE, Profile, layout_pace, precision_pace
 from fp8plan.version import DEFAULT_VERSION
@@ -71,12 +69,9 @@ NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
 
 @dataclass(frozen=True, slots=True)
-class StepModel:
-    """The cost model of one replica: a model in a precision on tensor_parallel_size GPUs, with their profile.
+class StepModel(Engine):
+    """The cost model of one replica.
 
-    layers, head: the linears of one rank, and lm_head
-    main_linears: the linears of the layers that the precision is about: the quantised ones, or all if there are none
-    cut:          of the engine, as in EngineLimits
     layout_error: that of the profile for this cut
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
     drafts:       tokens that a draft head drafts for each request after a step: a layer like the last, and lm_head
@@ -85,29 +80,16 @@ class StepModel:
     engine_version: version of vLLM
     """
 
-    shape: ModelShape
-    gpu: Gpu
-    precision: Precision
-    limits: EngineLimits
-    profile: Profile
     experts_hit: int | None = None
     cache_groups: int = 1
     inside: str = OWN
     engine_version: str = DEFAULT_VERSION
     drafts: int = 0
-    layers: list[Linear] = field(init=False, repr=False, compare=False)
-    head: Linear = field(init=False, repr=False, compare=False)
-    main_linears: list[Linear] = field(init=False, repr=False, compare=False)
-    cut: tuple[int, bool] = field(init=False, repr=False, compare=False)
     layout_error: float = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        linears = self.shape.linears(self.limits.tensor_parallel_size)
-        object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
-        object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
-        object.__setattr__(self, "main_linears", [x for x in self.layers if x.quantised] or self.layers)
-        object.__setattr__(self, "cut", self.limits.cut)
+        super(StepModel, self).__post_init__()
         object.__setattr__(self, "layout_error", self.profile.layout_error(*self.cut))
         parts = rare_parts(self.gpu)
         rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
@@ -119,7 +101,7 @@ class StepModel:
         if self.limits.enable_return_routed_experts:
             rare |= {ON_GPU, ON_HOST}
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
-        if self._between_nodes:
+        if self.limits.tensor_parallel_size > self.gpu.gpus_per_node:
             object.__setattr__(self, "profile", with_network(self.profile))
         object.__setattr__(self, "_sustained", sustained(self.profile))
 
@@ -213,10 +195,6 @@ class StepModel:
         """The tokens of each CUDA graph: whole requests (adjust_cudagraph_sizes_for_spec_decode in compilation.py)."""
         sizes = cudagraph_capture_sizes(self.shape, self.gpu, self.limits, self.engine_version)
         return sorted({size for x in sizes if (size := -(-x // queries) * queries) <= sizes[-1]})
-
-    @property
-    def _between_nodes(self) -> bool:
-        return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
         """Seconds that the host needs for scheduling and launching."""
@@ -372,7 +350,7 @@ class TimedSteps:
         """
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
-        totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self.on_gpu}
+        totals = {"gpu": self.on_gpu, "scheduling": self.scheduling.seconds, "launching": self.launching.seconds}
         own, ahead_of = (
             [Cost(seconds, {name + whose: seconds}) for name, seconds in totals.items()] for whose in ("", NEXT)
         )

@@ -57,8 +57,9 @@ def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...
     """The groups of a model's layers. Raises ConfigError if vLLM would not start."""
     if _one_type(specs, rules):
         return (CacheGroup(tuple(range(len(specs))), tuple(specs)),)
+    largest = max(spec.page_bytes for spec in specs)
     try:
-        return _equal_groups(_one_page_size(specs, rules))
+        return _equal_groups([_with_page(spec, largest, rules) for spec in specs])
     except _Unalike as unalike:
         return (_all_kept(specs, rules, unalike),)
 
@@ -84,14 +85,11 @@ class _Unalike(Exception):
     """Pages that vLLM cannot make equal."""
 
 
-def _one_page_size(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
-    """Specs whose pages are as large as the largest (unify_kv_cache_spec_page_size)."""
-    largest = max(spec.page_bytes for spec in specs)
-    return [_with_page(spec, largest, rules) for spec in specs]
-
-
 def _with_page(spec: Spec, page: int, rules: KvRules) -> Spec:
-    """The spec with pages of `page` bytes, by more tokens in a block if that fits, else by padding."""
+    """The spec with pages of `page` bytes, by more tokens in a block if that fits, else by padding.
+
+    Source: unify_kv_cache_spec_page_size.
+    """
     if spec.page_bytes == page:
         return spec
     if spec.kind != "state" and page % spec.page_bytes == 0:
@@ -153,8 +151,8 @@ class KvPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the pool, in any group."""
-        return _block_bytes(self.groups)
+        """Bytes of a block of the pool, in any group: those of the largest."""
+        return max(group.page_bytes for group in self.groups)
 
     def within(self, available_bytes: int) -> KvPlan:
         """The plan with as many blocks as this memory holds."""
@@ -205,8 +203,3 @@ def plan_kv_cache(caches: Sequence[LayerCache], rules: KvRules, num_blocks: int 
     groups = group_layers(specs(caches, rules), rules)
     attends = any(cache.kind != "state" for cache in caches)
     return KvPlan(groups, block_sizes(caches, rules)[0] if attends else 0, num_blocks, rules)
-
-
-def _block_bytes(groups: Sequence[CacheGroup]) -> int:
-    """Bytes of a block: those of the largest group."""
-    return max(group.page_bytes for group in groups)

@@ -142,7 +142,6 @@ class CacheRules(NamedTuple):
 
     @classmethod
     def of(cls, vllm: str) -> CacheRules:
-        """The rules of a version."""
         return cls(
             retain_all=not has(vllm, "only ends of prompts are retained"),
             leaves_one=has(vllm, "the last state of a prompt leaves a token to compute"),
@@ -232,13 +231,6 @@ def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int,
 CPU_BLOCK: Final = 32  # tokens; vllm/v1/attention/backends/cpu_attn.py
 
 
-class ModelCaches(NamedTuple):
-    """The caches of one rank, and vLLM's rules for their plan."""
-
-    layers: tuple[LayerCache, ...]
-    rules: KvRules
-
-
 def model_caches(
     shape: ModelShape,
     precision: Precision,
@@ -247,8 +239,8 @@ def model_caches(
     on_cpu: bool = False,
     capability: tuple[int, int] | None = None,
     vllm: str = DEFAULT_VERSION,
-) -> ModelCaches:
-    """The caches of a model under `limits`.
+) -> tuple[tuple[LayerCache, ...], KvRules]:
+    """The caches of all layers on one rank, and vLLM's rules for their plan.
 
     longest_request: tokens, used if limits.max_model_len is None
     capability:      compute capability of the GPU; None: Hopper's
@@ -267,12 +259,12 @@ def model_caches(
         allowed = f"a precision with {other} KV cache, or another GPU"
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: {allowed}")
     if on_cpu:
-        return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm=vllm))
+        return layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm)
     latent = bool(shape.parts_of(LatentAttention))
     block = kernel_block(capability, latent, precision.kv == "fp8", shape.indexed)
     # Without a given block vLLM takes the kernel's. Here a smaller block means the same.
-    rules = KvRules.of(limits, longest_request, block, vllm=vllm)
-    return ModelCaches(layers, replace(rules, block_size=max(rules.block_size, block)))
+    rules = KvRules.of(limits, longest_request, block, vllm)
+    return layers, replace(rules, block_size=max(rules.block_size, block))
 
 
 def why_not_kept(

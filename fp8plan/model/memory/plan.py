@@ -189,7 +189,6 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """The size of the KV pool in bytes."""
         return self.num_gpu_blocks * self.kv.block_bytes
 
     @property

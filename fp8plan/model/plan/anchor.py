@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Answer, SpeedUp, speed_up
+from fp8plan.model.plan.choice import Answer, speed_up
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
@@ -96,7 +96,6 @@ class Anchor:
     host_loop_s: float | None = None
 
     def applied(self, profile: Profile) -> Profile:
-        """The corrected profile."""
         wide = prior(profile, self.shifts)
         names = list(wide.log_covariance)
         vectors = np.array([[vector.get(name, 0.0) for name in names] for vector in self.learnt]).reshape(
@@ -141,7 +140,8 @@ class Anchor:
         if other not in runs:
             return tuple(sentences)
         base, own = runs[other], runs[picked.precision]
-        before, now = (_half_width(speed_up(base, own, profile)) for profile in (alone, corrected))
+        gains = [speed_up(base, own, profile) for profile in (alone, corrected)]
+        before, now = ((gain.high or gain.ratio) / gain.ratio - 1 for gain in gains)
         names = (*slopes, *base.log_gradient)
         apart = {name: slopes.get(name, 0.0) - base.log_gradient.get(name, 0.0) for name in names}
         taught = {name: _taught(corrected, apart, run.log_gradient) for name, run in runs.items()}
@@ -170,11 +170,6 @@ class Anchor:
 def _half(variance: float) -> float:
     """The half-width of a 90% interval, as a fraction, of a log with this variance."""
     return math.expm1(Z90 * math.sqrt(variance))
-
-
-def _half_width(gain: SpeedUp) -> float:
-    """The half-width of the interval of a speed-up, as a fraction of it."""
-    return (gain.high or gain.ratio) / gain.ratio - 1
 
 
 def _variance(profile: Profile, slopes: Mapping[str, float], cut: tuple[int, bool]) -> float:
@@ -374,12 +369,9 @@ def _latest(records: Sequence[Record]) -> list[Record]:
 def _shifted(base: Profile, names: Sequence[str], shift: Matrix) -> Profile:
     """The profile with each coefficient times exp(shift)."""
     factors = zip(names, np.exp(shift).tolist(), strict=True)
-    moved = {name: _bounded(name, base.coefficients[name] * factor) for name, factor in factors}
+    moved = {name: base.coefficients[name] * factor for name, factor in factors}
+    moved |= {name: min(value, 1.0) for name, value in moved.items() if name.endswith("_efficiency")}
     return replace(base, coefficients=base.coefficients | moved)
-
-
-def _bounded(name: str, value: float) -> float:
-    return min(value, 1.0) if name.endswith("_efficiency") else value
 
 
 def _sparse(names: Sequence[str], values: Matrix) -> dict[str, float]:

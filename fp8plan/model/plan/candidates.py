@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 
+import numpy as np
+
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.host import wait_seconds
@@ -22,13 +24,12 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
 from fp8plan.model.memory.plan import MemoryPlan, check_pool
 from fp8plan.model.plan.request import PlanRequest, Progress
-from fp8plan.model.plan.turn_limits import with_limit
 from fp8plan.model.precision import PRESETS, Precision, find_precision, presets_of
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, mismatch_risk
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SyncCost, WeightSync, sync_costs
-from fp8plan.model.rollout import Rollout, simulate
+from fp8plan.model.rollout import Rollout, Simulated, makespans, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
@@ -37,6 +38,8 @@ from fp8plan.model.workload import Batch
 
 # The fewest responses, over all candidates, for which more processes pay off: half a second of work.
 WORTH_PROCESSES = 40_000
+ENDLESS = 2**40  # blocks of a KV cache that no rollout fills
+LEAST_SAVED = 0.1  # share of a rollout of turns that its limit takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +323,28 @@ def _timed_group(candidates: Sequence[Candidate], request: PlanRequest, profile:
         setup, again = candidate.setup, known.get(running)
         timed = simulate(setup, request.batch, profile, memory=candidate.memory, known=again)
         known[running] = timed.schedules
-        rollout = timed.rollout if timed.clock is None else with_limit(timed, request.batch)
+        rollout = timed.rollout if timed.clock is None else _with_limit(timed, request.batch)
         candidate = replace(candidate, rollout=rollout, extrapolated=timed.extrapolated)
         yield in_a_step(candidate, timed.model, request)
+
+
+def _with_limit(timed: Simulated, batch: Batch) -> Rollout:
+    """The rollout of a batch of turns, with two more entries of `turns`.
+
+    "saves": what may limit it -> the share of the makespan that goes with it, at least 0: waits for tools, a KV cache
+    that ends, or the tail; "limit": the largest of them, or compute if none reaches LEAST_SAVED
+    """
+    rollout, turns = timed.rollout, batch.turns
+    assert turns is not None
+    assert rollout.turns is not None
+    at_once = batch._replace(turns=turns._replace(wait_s=np.zeros_like(turns.wait_s)))
+    others = makespans([timed.rescheduled(at_once), timed.rescheduled(batch, ENDLESS)], timed.model)
+    without_waits, endless = (max(0.0, 1 - seconds / rollout.makespan_s) for seconds in others)
+    saves = {"tools": without_waits, "cache": endless, "tail": rollout.tail_fraction}
+    limit = max(saves, key=lambda name: saves[name])
+    if saves[limit] < LEAST_SAVED:
+        limit = "compute"
+    return replace(rollout, turns=rollout.turns | {"saves": saves, "limit": limit})
 
 
 def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> Candidate:

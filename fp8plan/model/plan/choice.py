@@ -121,10 +121,7 @@ class Choice:
     kv_cache_tokens:      tokens that the KV pool of one replica holds
     preemptions:          number in all replicas
     tail_fraction:        part of the makespan spent at small batch, in [0, 1]
-    kl_k3:                mean k3 per token between trainer and rollout, with its range
-    ess_raw:              effective sample size of the untruncated token ratios, a fraction
-    clip_fraction:        part of the tokens that token TIS clips
-    seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
+    kl_k3 to seq_reject_fraction: as in MismatchRisk
     risk:                 "low", "moderate" or "high", by the rules of RiskBudget
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
     extrapolated:         more than 10% of makespan_s is extrapolated or theory
@@ -225,25 +222,26 @@ class Choice:
     @property
     def best_gain(self) -> SpeedUp | None:
         """The rollout's speed-up over the plan's baseline."""
-        ratio = self.speedup_over_best
-        return None if ratio is None else SpeedUp(ratio, self.speedup_over_best_low, self.speedup_over_best_high)
+        return self._speed_up("speedup_over_best")
 
     @property
     def best_step_gain(self) -> SpeedUp | None:
         """The RL step's speed-up over the plan's baseline, likewise."""
-        ratio, ends = self.step_speedup_over_best, (self.step_speedup_over_best_low, self.step_speedup_over_best_high)
-        return None if ratio is None else SpeedUp(ratio, *ends)
+        return self._speed_up("step_speedup_over_best")
 
     @property
     def gain(self) -> SpeedUp | None:
         """The rollout's speed-up over bf16 on the same layout."""
-        return None if self.speedup is None else SpeedUp(self.speedup, self.speedup_low, self.speedup_high)
+        return self._speed_up("speedup")
 
     @property
     def step_gain(self) -> SpeedUp | None:
         """The RL step's speed-up over bf16 on the same layout."""
-        ratio = self.step_speedup
-        return None if ratio is None else SpeedUp(ratio, self.step_speedup_low, self.step_speedup_high)
+        return self._speed_up("step_speedup")
+
+    def _speed_up(self, name: str) -> SpeedUp | None:
+        ratio, *ends = (getattr(self, f"{name}{end}") for end in ("", "_low", "_high"))
+        return None if ratio is None else SpeedUp(ratio, *ends)
 
     @property
     def rl_step_band_s(self) -> tuple[float | None, float | None]:
@@ -344,11 +342,9 @@ def as_choices(
     return tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
 
 
-_OF_ROLLOUT = (
-    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s preemptions tail_fraction rests_on turns"
-).split()
+OF_ROLLOUT = ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions", "tail_fraction")
 _OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
-_OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
+OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 
 
 def _choice(
@@ -371,8 +367,8 @@ def _choice(
     choice = replace(
         choice,
         available=True,
-        **_named(rollout, _OF_ROLLOUT),
-        **_named(risk, _OF_RISK),
+        **_named(rollout, (*OF_ROLLOUT, "rests_on", "turns")),
+        **_named(risk, OF_RISK),
         risk=risk.level,
         unit_kv_scales=None if at_one is None else _named(at_one, _OF_KL) | {"risk": at_one.level},
         rl_step_s=candidate.step_s,
@@ -420,7 +416,6 @@ class Answer:
 
     @property
     def picked(self) -> Choice:
-        """The chosen choice."""
         return self.choices[self.chosen]
 
     @property

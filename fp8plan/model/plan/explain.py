@@ -360,7 +360,6 @@ def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
 
 
 def _returned_experts(picked: Choice) -> list[str]:
-    """A sentence on the experts that the engines return."""
     routes = picked.routed_experts
     if routes is None:
         return []

@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.plan.choice import Choice, plain_fields, seconds, several_layouts
+from fp8plan.model.plan.choice import OF_RISK, OF_ROLLOUT, Choice, plain_fields, seconds, several_layouts
 from fp8plan.model.risk.expected import LEVELS, THRESHOLD, RiskBudget, check_thresholds
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
@@ -32,10 +32,7 @@ WITH_REMEDIES: Final = 8  # minor version of the schema that added them
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
 
 # Figures of every choice that can run. Speed-ups also need BF16 to fit, the RL step a trainer.
-PREDICTED: Final = (
-    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s kv_cache_tokens preemptions tail_fraction kl_k3 "
-    "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
-).split()
+PREDICTED: Final = (*OF_ROLLOUT, *OF_RISK, "kv_cache_tokens", "risk", "extrapolated")
 
 
 class UnitScales(msgspec.Struct):
@@ -54,10 +51,28 @@ def _read(data: Any) -> Plan:
     if int(data["schema_version"].partition(".")[2]) < WITH_REMEDIES:
         data = _without_remedies(data)
     plan = checked(data, Plan, "the plan")
+    try:
+        _check_values(plan)
+    except ConfigError as error:
+        raise ConfigError(f"the plan: {error}") from None
     _check_complete(fields := asdict(plan), data, "")
     for number, choice in enumerate(fields["choices"]):
         _check_choice(choice, f"the plan: choices[{number}]")
     return plan
+
+
+def _check_values(plan: Plan) -> None:
+    check_kv_scales(plan.kv_scales)
+    check_inside(plan.inside)
+    last = len(plan.choices) - 1
+    if not 0 <= plan.chosen <= last:
+        raise ConfigError(f"chosen is {plan.chosen}; allowed: 0 to {last}, an index into choices")
+    if plan.baseline is not None and not 0 <= plan.baseline <= last:
+        raise ConfigError(f"baseline is {plan.baseline}; allowed: null, or 0 to {last}, an index into choices")
+    check_thresholds(plan.thresholds)
+    for number, choice in enumerate(plan.choices):
+        for size in ("tensor_parallel", "data_parallel"):
+            whole(f"choices[{number}].{size}", getattr(choice, size))
 
 
 def _without_remedies(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,17 +163,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_kv_scales(self.kv_scales)
-        check_inside(self.inside)
-        if not 0 <= self.chosen < len(self.choices):
-            raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
-        if self.baseline is not None and not 0 <= self.baseline < len(self.choices):
-            allowed = f"null, or 0 to {len(self.choices) - 1}, an index into choices"
-            raise ConfigError(f"baseline is {self.baseline}; allowed: {allowed}")
-        check_thresholds(self.thresholds)
-        for number, choice in enumerate(self.choices):
-            for size in ("tensor_parallel", "data_parallel"):
-                whole(f"choices[{number}].{size}", getattr(choice, size))
 
     def index(self, choice: int | str | None = None) -> int:
         """The index of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
@@ -192,7 +196,6 @@ class Plan:
 
     @property
     def several_layouts(self) -> bool:
-        """True if the choices have more than one layout."""
         return several_layouts(self.choices)
 
     @property
@@ -205,10 +208,6 @@ class Plan:
         base = self.choices[self.baseline]
         best = min(c.seconds for c in self.choices if c.precision == "bf16") == base.seconds
         return f"{'the best bf16' if best else 'the observed bf16'} ({base.layout_label})"
-
-    def accepts(self, risk: str | None) -> bool:
-        """True if the budget accepts this level of risk."""
-        return self.budget.accepts(risk)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: only dicts, lists, strings, numbers, booleans and None."""
@@ -232,11 +231,6 @@ class Plan:
             return _read(parse(text, "the plan"))
         except ConfigError as error:
             raise ConfigError(f"{error}; to make one, type: {MAKE_ONE}") from None
-
-    @property
-    def headlines(self) -> tuple[str, ...]:
-        """The reason of the choice."""
-        return self.reasons[:1]
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engine of the chosen choice, or of the one that is named, with data_parallel_size replicas."""
@@ -345,7 +339,7 @@ class Plan:
     def _check_budget(self, target: str) -> None:
         """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
         picked = self.select()
-        if picked.risk is None or self.accepts(picked.risk):
+        if picked.risk is None or self.budget.accepts(picked.risk):
             return
         allowed = " or ".join(LEVELS[: LEVELS.index(self.budget.accept) + 1])
         raise ConfigError(

@@ -240,7 +240,6 @@ class PlanRequest:
 
     @cached_property
     def batch(self) -> Batch:
-        """The requests of the rollout."""
         return self.workload.batch()
 
     @property
@@ -259,7 +258,6 @@ class PlanRequest:
 
     @cached_property
     def vllm(self) -> str:
-        """The version of vLLM that is planned."""
         return planned_version(self.engine_version, self.card.is_cpu)
 
     @cached_property

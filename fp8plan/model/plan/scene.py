@@ -10,7 +10,6 @@ from typing import Any, Final
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.plan.turn_limits import rescheduled
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated, makespans, rollout, simulate
 from fp8plan.model.workload import Batch
@@ -107,7 +106,6 @@ class Scene:
 
     @classmethod
     def of(cls, choice: Candidate, request: PlanRequest, profile: Profile) -> Scene:
-        """The scene of a candidate that can run."""
         base = simulate(choice.setup, request.batch, profile, memory=choice.memory)
         return cls(choice, request, profile, base)
 
@@ -130,7 +128,7 @@ class Scene:
     def run(self, batch: Batch, **limits: Any) -> Rollout:
         """The rollout of a batch on the engine of the choice, or on one with other limits."""
         if self.base.clock is not None and not limits:
-            return rollout(rescheduled(self.base, batch), self.base.model)
+            return rollout(self.base.rescheduled(batch), self.base.model)
         setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
         return simulate(setup, batch, self.profile).rollout
 
@@ -148,7 +146,7 @@ class Scene:
         """
         memory = self.base.memory
         blocks = 1 + round(memory.usable_blocks * tokens / memory.kv_cache_tokens)
-        smaller = rescheduled(self.base, self.request.batch, blocks)
+        smaller = self.base.rescheduled(self.request.batch, blocks)
         return makespans([smaller], self.base.model)[0] / self.before.makespan_s
 
     def lever(

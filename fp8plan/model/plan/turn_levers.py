@@ -11,7 +11,6 @@ import numpy as np
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.plan.scene import Lever, Scene
-from fp8plan.model.plan.turn_limits import rescheduled
 from fp8plan.model.rollout import Rollout, makespans, rollout
 from fp8plan.model.schedule.scheduler import Schedule
 
@@ -19,7 +18,6 @@ CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 
 
 def turn_levers(scene: Scene) -> Iterator[Lever]:
-    """The levers on the choice of a plan of turns."""
     yield from _at_once(scene)
     yield from _caching(scene)
     yield from cap(scene)
@@ -54,7 +52,7 @@ def _climbed(scene: Scene, factor: float) -> tuple[int, Sequence[Schedule]]:
         if following == number or following < replicas:
             return best
         number = following
-        planned = rescheduled(scene.base, batch.at_most(number))
+        planned = scene.base.rescheduled(batch.at_most(number))
         seconds = makespans([planned], scene.base.model)[0]
         if seconds >= best_s:
             return (number, planned) if best[0] == batch.at_once else best

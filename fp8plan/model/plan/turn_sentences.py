@@ -8,7 +8,7 @@ from typing import Any, Final
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Answer, seconds
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.plan.scene import Lever, Scene
+from fp8plan.model.plan.scene import Scene
 from fp8plan.model.plan.turn_levers import turn_levers
 
 LIMITS: Final = {"tools": "The tools limit", "cache": "The KV cache limits", "tail": "The tail limits"}
@@ -39,7 +39,10 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
             )
     if not candidate.setup.limits.enable_prefix_caching:
         sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
-    levers = [*_kv_cache(answer), *map(_priced, turn_levers(scene))]
+    levers = _kv_cache(answer)
+    for lever in turn_levers(scene):
+        saves = _saves(lever.before_s, lever.after_s)
+        levers.append(f"Lever: {lever.name} ({lever.setting}): {saves}; {lever.price}.")
     return [*sentences, *levers, "No rollout of turns was measured on a GPU. These are predictions."]
 
 
@@ -66,11 +69,6 @@ def _kv_cache(answer: Answer) -> list[str]:
         where = f"the plan has it, {other.precision} has not" if in_plan else other.precision
         return [f"Lever: FP8 KV cache ({where}): {saves}; risk {with_it.risk}."]
     return []
-
-
-def _priced(lever: Lever) -> str:
-    """The sentence on a lever."""
-    return f"Lever: {lever.name} ({lever.setting}): {_saves(lever.before_s, lever.after_s)}; {lever.price}."
 
 
 def _saves(before_s: float, after_s: float) -> str:

@@ -89,7 +89,6 @@ def unused_folder() -> list[str]:
 
 
 def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
-    """The path of the profile of a GPU and an engine version within a folder of profiles."""
     return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
 
 
@@ -99,7 +98,7 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
     entries = [_entry(path) for folder in folders for path in sorted(_files(folder, "*"))]
     sheet = folders[-1] / "datasheet.json"
     if sheet.is_file():
-        source = parsed(sheet.read_text(encoding="utf-8"), str(sheet), Datasheet).source
+        source = _datasheet(sheet.read_text(encoding="utf-8"), str(sheet)).source
         entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", source, sheet, None, {}))
     return tuple(entries)
 
@@ -222,7 +221,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = DEFAULT_VERSION, profiles_
     path = (profiles_dir or profiles_path()) / "datasheet.json"
     if not path.is_file():
         raise ProfileError(f"{path} is missing: reinstall fp8plan")
-    sheet = _datasheet(path, path.stat().st_mtime_ns)
+    sheet = _datasheet(path.read_text(encoding="utf-8"), str(path))
     common = Coefficients() if gpu.is_cpu else sheet.common
     own = sheet.by_architecture.get(_listed(gpu, sheet.by_architecture), Coefficients())
     facts = common.coefficients | sheet.everywhere.coefficients | own.coefficients
@@ -271,9 +270,8 @@ def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _datasheet(path: Path, changed: int) -> Datasheet:
-    """The parsed file. changed: its time of change, so that a new file is read"""
-    return parsed(path.read_text(encoding="utf-8"), str(path), Datasheet)
+def _datasheet(text: str, path: str) -> Datasheet:
+    return parsed(text, path, Datasheet)
 
 
 def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:

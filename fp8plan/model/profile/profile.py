@@ -238,16 +238,13 @@ class Profile:
         if not (is_number(loop_s) and LOOPS_S[0] < loop_s < LOOPS_S[1]):
             allowed = "seconds, such as 0.0003, which `fp8plan doctor --host` measures"
             raise ConfigError(f"host_loop_s is {loop_s!r}; allowed: {allowed}")
-        return self._with_host(loop_s, KNOWN_HOST_SD)
+        return self.on_unknown_host(loop_s, KNOWN_HOST_SD)
 
     def on_unknown_host(self, loop_s: float = SEEN_LOOP_S, sd: float = OTHER_HOST_SD) -> Profile:
         """The profile for a host that nobody timed.
 
         loop_s: seconds to expect of its loop; sd: standard deviation of the log of its pace around them
         """
-        return self._with_host(loop_s, sd)
-
-    def _with_host(self, loop_s: float, sd: float) -> Profile:
         if HOST_LOOP not in self.coefficients:
             return self
         # From here on HOST_LOOP is a fact about this host. An error of it would let observed rollouts move it.
@@ -273,7 +270,6 @@ class Profile:
         )
 
     def with_notes(self, note: str) -> Profile:
-        """A copy of the profile with a note on each coefficient that has none."""
         return replace(self, notes=dict.fromkeys(self.coefficients.keys() - {*PACES}, note) | self.notes)
 
     @property

@@ -4,15 +4,26 @@
     replayed = mismatch_risk(shape, precision, response_lengths, remedies=Remedies(router_replay=True))
     bound, notes = recommended_tis(risk, response_lengths)       bound -> Plan.thresholds
 
-The KL is a theory of rounding errors (`theory`), scaled to published observations (`fit`). It is modelled, not measured
-here, and its band is wide. It holds for the start of a run; the Monitor watches its drift.
+The KL is a theory of rounding errors (`theory`), scaled to published observations. It is modelled, not measured here,
+and its band is wide. It holds for the start of a run; the Monitor watches its drift.
+
+    dense = BF16 + exp(linears [+ same_grid]) * FP8 linears + exp(kv [+ kv_no_qk_norm]) * FP8 KV
+    KL = exp(engines) * (dense [+ exp(routing) * routes(dense)])
+
+The terms of `dense` are `theory.kl_terms`, and routes is `theory.routing_term`. Parts in [] are for trainers on the
+rollout's grid, for models without QK-norm, and for MoE without router replay. All terms are positive, so that more FP8
+means more KL, and so do routes that differ. tools/risk_report.py fits the coefficients.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import exp, sqrt
+from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -24,10 +35,23 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
-from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
 from fp8plan.model.risk.remedies import BF16, NO_REMEDIES, POW2, TRAINER_PRECISIONS, Remedies
-from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
+from fp8plan.model.risk.theory import (
+    RoundingErrors,
+    Setting,
+    kl_terms,
+    routing_term,
+    sequence_rejection,
+    token_log_ratio,
+)
 from fp8plan.options import Option, group_of
+
+DATA: Final = Path(__file__).parent / "data"
+OBSERVATIONS: Final = DATA / "mismatch_observations.csv"
+FIT: Final = DATA / "mismatch_fit.json"
+
+COEFFICIENTS: Final = ("engines", "routing", "linears", "same_grid", "kv", "kv_no_qk_norm")
+Z90: Final = NormalDist().inv_cdf(0.95)  # half-width of a two-sided 90% interval
 
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
@@ -153,10 +177,10 @@ def mismatch_risk(
     tensor_parallel_size: ranks that share the linears; it decides which of them stay in BF16
     remedies:             settings of trainer and rollout that lower the mismatch
 
-    Raises ConfigError for no lengths, or a length below 1, and for `keep_bf16` that the model does not allow.
+    Raises ConfigError for `keep_bf16` that the model does not allow.
     """
     budget = budget or RiskBudget()
-    lengths = _checked(response_lengths)
+    lengths = np.asarray(response_lengths, dtype=np.float64)
     setting = theory.setting_of(shape, precision, e8m0, tensor_parallel_size, remedies)
     one_scale = (theory.ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()
     unmeasured = (*theory.unmeasured_parts(shape), *one_scale)
@@ -191,29 +215,18 @@ def recommended_tis(
 ) -> tuple[float, tuple[str, ...]]:
     """C of token TIS to start the correction with at this risk, and sentences on it. The default law moves C."""
     budget = budget or RiskBudget()
-    lengths, start = _checked(response_lengths), TOKEN_TIS[risk.level]
+    start = TOKEN_TIS[risk.level]
     end, (low, high) = min(start, TIS_FLOOR), COUNTED_MIS
     clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(end)
     moves = f"starts at C = {start:g}, and tightens to {end:g} as the KL rises; it " if end < start else ""
     tis_note = f"token TIS {moves}clips about {clipped:.2g} of the tokens at {end:g}"
     mis_note = (
         f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
-        f"sequences (mean length {np.mean(lengths):,.0f})"
+        f"sequences (mean length {np.asarray(response_lengths).mean():,.0f})"
     )
     usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
     return start, notes
-
-
-def _checked(lengths: ArrayLike) -> FloatArray:
-    values = np.asarray(lengths, dtype=np.float64).reshape(-1)
-    if values.size == 0:
-        raise ConfigError("response_lengths is empty; give at least one length in tokens")
-    if not (np.isfinite(values).all() and values.min() >= 1):
-        raise ConfigError(
-            f"response_lengths go from {values.min()} to {values.max()}; allowed: finite, at least 1 token"
-        )
-    return values
 
 
 def _kl_band(
@@ -234,6 +247,75 @@ def _kl_band(
         # Rounding on one grid differs no more than rounding on one side alone.
         high = min(high, _kl_band(replace(setting, trainer=BF16), calibrated, clipped, unmeasured)[2])
     return kl / factor + damage / factor, kl + damage, high
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchFit:
+    """The result of a fit.
+
+    coefficients, covariance: values of COEFFICIENTS, and their covariance
+    noise_sd:                 standard deviation of log KL between runs of the same setting
+    errors:                   the rounding errors that the terms were computed from
+    """
+
+    coefficients: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    noise_sd: float
+    errors: RoundingErrors
+
+
+@lru_cache(maxsize=1)
+def committed_fit() -> MismatchFit:
+    """The coefficients in data/mismatch_fit.json."""
+    values = json.loads(FIT.read_text(encoding="utf-8"))
+    return MismatchFit(
+        coefficients=tuple(values["coefficients"][name] for name in COEFFICIENTS),
+        covariance=tuple(tuple(row) for row in values["covariance"]),
+        noise_sd=values["noise_sd"],
+        errors=RoundingErrors(**values["errors"]),
+    )
+
+
+def predicted_kl(setting: Setting, coefficients: FloatArray, errors: RoundingErrors) -> tuple[float, float]:
+    """The KL per token, and that of quantisation alone: of two engines that differ in nothing else."""
+    total, alone = (_terms(setting, coefficients, errors, only) for only in (False, True))
+    return sum(total), sum(alone)
+
+
+def log_gradient(
+    setting: Setting, coefficients: FloatArray, errors: RoundingErrors, quantisation_only: bool = False
+) -> FloatArray:
+    """The derivatives d log KL / d coefficient, shape (6,)."""
+    bf16, linears, kv, routing = _terms(setting, coefficients, errors, quantisation_only)
+    dense = bf16 + linears + kv
+    total = dense + routing
+    # Routing grows as the square root of the rest, so a share of the rest moves half that share of it.
+    per_nat = (1 + routing / (2 * dense)) / total
+    same_grid = linears * per_nat if setting.same_grid else 0.0
+    no_qk_norm = 0.0 if setting.qk_norm else kv * per_nat
+    return np.array([1.0, routing / total, linears * per_nat, same_grid, kv * per_nat, no_qk_norm])
+
+
+def _terms(
+    setting: Setting, coefficients: FloatArray, errors: RoundingErrors, quantisation_only: bool
+) -> tuple[float, float, float, float]:
+    """KL per token from (BF16 kernels, FP8 linears, FP8 KV, routing)."""
+    engines, routing, linears, same_grid, kv, no_qk_norm = coefficients.tolist()
+    bf16_term, linears_term, kv_term = kl_terms(setting, errors)
+    if quantisation_only:
+        bf16_term = 0.0
+    linears_term *= exp(linears + same_grid * setting.same_grid)
+    kv_term *= exp(kv + no_qk_norm * (not setting.qk_norm))
+    routes = 0.0
+    if setting.routing:
+        routes = exp(routing) * routing_term(bf16_term + linears_term + kv_term, setting.expert_layers, errors)
+    level = exp(engines)
+    return level * bf16_term, level * linears_term, level * kv_term, level * routes
+
+
+def coefficient_variance(result: MismatchFit, gradient: FloatArray) -> float:
+    """Variance of log KL that the coefficients leave open."""
+    return float(gradient @ np.array(result.covariance) @ gradient)
 
 
 def _level(

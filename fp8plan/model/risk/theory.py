@@ -3,7 +3,7 @@
 It has three steps. Rounding: the relative RMS difference of Gaussian numbers that trainer and rollout round, each on
 its grid (tools/risk_report.py). Propagation: the sum of those differences as the variance of a token's log-ratio, and
 the routes that they change. Statistics: the importance weights of a log-ratio of that variance. Nothing here is fitted;
-fp8plan.model.risk.fit scales the propagation step to published observations.
+fp8plan.model.risk.expected scales the propagation step to published observations.
 
 `setting_of` gives the model's properties that matter, and `unmeasured_parts` those without observations.
 """
@@ -111,7 +111,6 @@ class Setting:
 
     @property
     def moe(self) -> bool:
-        """True if the model has experts."""
         return self.expert_layers > 0
 
     @property
@@ -181,7 +180,6 @@ class TokenLogRatio:
         return float(1 / (self.probability @ np.exp(np.minimum(self.variance, 20.0))))
 
     def fraction_above(self, threshold: float) -> float:
-        """The probability that a ratio is above `threshold`."""
         components = zip(self.probability.tolist(), self.variance.tolist(), strict=True)
         return float(sum(p * erfc((log(threshold) + v / 2) / sqrt(v) / sqrt(2)) / 2 for p, v in components))
 
@@ -258,11 +256,6 @@ def has_qk_norm(shape: ModelShape) -> bool:
     """
     norms = [part.qk_norm != "none" for part, _ in shape.parts_of(Attention)]
     return all(norms) and not shape.parts_of(LatentAttention)
-
-
-def has_qkv_bias(shape: ModelShape) -> bool:
-    """True if queries, keys and values of some layer have biases."""
-    return any(part.qkv_bias for part, _ in shape.parts_of(Attention))
 
 
 def clipped_keys(shape: ModelShape) -> bool:

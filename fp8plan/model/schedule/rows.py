@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
 
-from fp8plan.model.cost.base import QUANTITIES, Array, WindowReads
+from fp8plan.model.cost.base import QUANTITIES, Array, FloatArray, IntArray, WindowReads
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.windows import pairs_read, tokens_read
 
-COLUMNS = (  # of a Schedule, in the order of c/state.h
-    "steps",  # alike steps in this row
-    "decode_requests",  # requests that get one token in each step
-    "decode_kv_tokens",  # KV tokens they read in the row's first step, summed; grows by decode_requests a step
-    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
-    "running",
-    "waiting",
-    "used_blocks",  # while the last step of the row runs
-    "preemptions",  # in this row, or in a step without tokens before it, which costs nothing and has no row
-    "finished",
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",  # that decode, or whose prefill ends here
-    "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The actions of the engine in order: arrays of shape (rows,), in the order of c/state.h."""
+
+    steps: IntArray  # alike steps in this row
+    decode_requests: IntArray  # requests that get one token in each step
+    # KV tokens they read in the row's first step, summed; grows by decode_requests a step
+    decode_kv_tokens: IntArray
+    recomputed_tokens: IntArray  # work thrown away: tokens that the requests of `preemptions` had computed
+    running: IntArray
+    waiting: IntArray
+    used_blocks: IntArray  # while the last step of the row runs
+    preemptions: IntArray  # in this row, or in a step without tokens before it, which costs nothing and has no row
+    finished: IntArray
+    prefill_tokens: IntArray
+    prefill_requests: IntArray
+    prefill_kv_tokens: IntArray  # KV tokens the chunks read: context before them + their own, summed
+    prefill_pairs: IntArray  # query-key pairs of the chunks, summed
+    sampled_requests: IntArray  # that decode, or whose prefill ends here
+    cached_tokens: IntArray  # prefill that the prefix cache saved for requests admitted here
     # Of requests that are admitted here for the first time, as vLLM's metrics have it (PrefixCacheStats):
-    "queried_tokens",  # of their prompts
-    "hit_tokens",  # those of them that the prefix cache has
-)
-TURN_COLUMNS = {  # their types; 0 without turns
-    "away": np.int64,  # trajectories whose tool works
+    queried_tokens: IntArray  # of their prompts
+    hit_tokens: IntArray  # those of them that the prefix cache has
+    # The columns below are 0 without turns.
+    away: IntArray  # trajectories whose tool works
     # Tokens of the turns before that requests admitted here compute again, because the cache has lost them. Those of a
     # block that was not full, or after a dropped token, are left out, because no cache has them.
-    "again_tokens": np.int64,
-    "idle_s": np.float64,  # seconds that the engine waited for a request before this row
-}
-TYPES = dict.fromkeys(COLUMNS, np.int64) | TURN_COLUMNS
+    again_tokens: IntArray
+    idle_s: FloatArray  # seconds that the engine waited for a request before this row
+
+
+TYPES = dict.fromkeys((field.name for field in fields(Columns)), np.int64) | {"idle_s": np.float64}
 
 Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
 Work = dict[str, Any]  # of a step: arguments of `Clock.step` by name, without `ahead`
@@ -108,7 +114,6 @@ class Rows:
         return [{name: self.last[name] for name in QUANTITIES} | {"windows": reads}]
 
     def columns(self) -> dict[str, Array]:
-        """Arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS."""
         return {name: np.array([row[name] for row in self._rows], dtype=kind) for name, kind in TYPES.items()}
 
     def windows(self) -> tuple[WindowReads, ...]:

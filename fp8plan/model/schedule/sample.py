@@ -1,9 +1,9 @@
 """The schedule of a batch that is too large to simulate whole, from a sample.
 
-A batch that is too large to simulate whole is represented by a sample. A long rollout fills up, goes on with as much
-work in flight as slots and blocks allow, and runs dry. Requests are admitted in order of arrival. In the middle part
-the number of waiting requests changes nothing. So a sample keeps the head and the end of the batch, and prompts spread
-evenly over its middle. The middle's rows then count several times, until all response tokens of the batch are made.
+A long rollout fills up, goes on with as much work in flight as slots and blocks allow, and runs dry. Requests are
+admitted in order of arrival. In the middle part the number of waiting requests changes nothing. So a sample keeps the
+head and the end of the batch, and prompts spread evenly over its middle. The middle's rows then count several times,
+until all response tokens of the batch are made.
 
 When the middle begins, only few of the first requests in flight may be left. `_memory_steps` gives the steps until
 then, and the sample grows until its head lasts as long. A batch of which that takes more than half is simulated

@@ -39,9 +39,9 @@ from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap, windows_of
-from fp8plan.model.schedule.rows import TYPES
+from fp8plan.model.schedule.rows import TYPES, Columns
 from fp8plan.model.schedule.turns_in_c import TurnsInC
-from fp8plan.model.turn_table import TurnTable
+from fp8plan.model.turn_table import NO_WAITS, TurnTable
 from fp8plan.model.workload import Batch
 
 
@@ -58,32 +58,12 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """The actions of the engine in order: arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS.
+class Schedule(Columns):
+    """The rows of a batch, and what they were made for.
 
     With turns, each turn is a request of its own in the columns, and `requests` and `ended` are of trajectories.
     """
 
-    steps: IntArray
-    decode_requests: IntArray
-    decode_kv_tokens: IntArray
-    prefill_tokens: IntArray
-    prefill_requests: IntArray
-    prefill_kv_tokens: IntArray
-    prefill_pairs: IntArray
-    sampled_requests: IntArray
-    cached_tokens: IntArray
-    queried_tokens: IntArray
-    hit_tokens: IntArray
-    recomputed_tokens: IntArray
-    running: IntArray
-    waiting: IntArray
-    used_blocks: IntArray
-    preemptions: IntArray
-    finished: IntArray
-    away: IntArray
-    again_tokens: IntArray
-    idle_s: FloatArray
     prompt_tokens: int  # in all requests; of trajectories, in their first turns
     requests: int
     num_blocks: int  # size of the pool that it was made for
@@ -149,19 +129,17 @@ def schedule(
     clock:       gives the seconds of a step; needed with turns, and not used without
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
-    groups whose prefix caching is not modelled, and for turns that are malformed or come without a clock for them.
+    groups whose prefix caching is not modelled, and for turns whose waits are not known.
     """
     groups = groups or (Spec("full", limits.block_size),)
     _check_groups(groups, limits)
     turns = batch.turns
-    if turns is not None:
-        turns.check(len(batch.prompts))
-        if clock is None:
-            raise ConfigError("a batch with turns needs the seconds of each step; give clock")
-        clock.check(limits, len(windows_of(groups)))
+    if turns is not None and not turns.has_waits:
+        raise ConfigError(f"{NO_WAITS}; give the seconds of each wait")
+    assert turns is None or clock is not None
     least_pool = _check_fits(batch.lengths, num_blocks, limits, groups)
-    work = batch, num_blocks, limits, longest_run, groups, rules, clock
-    made = run_compiled(*work) or run_reference(*work)
+    case = Case(batch, num_blocks, limits, groups, rules, clock)
+    made = run_compiled(case, longest_run) or run_reference(case, longest_run)
     wanted = None if turns is not None or made.pool_mattered else max(num_blocks - made.least_free, least_pool)
     return Schedule(
         **made.columns,
@@ -182,10 +160,21 @@ TOO_FEW_BLOCKS = -2
 FLAGS = ("-O1", "-ffp-contract=off", "-shared", "-fPIC")  # without fused multiply-adds the clock has Python's bits
 
 
+class Case(NamedTuple):
+    """A batch, and what decides its schedule; as in `schedule`. groups: at least one"""
+
+    batch: Batch
+    num_blocks: int
+    limits: EngineLimits
+    groups: tuple[Spec, ...]
+    rules: CacheRules
+    clock: Clock | None = None
+
+
 class Run(NamedTuple):
     """A simulated batch.
 
-    columns:       arrays of shape (rows,), one for each name of COLUMNS and TURN_COLUMNS
+    columns:       the arrays of `Columns` by name
     windows:       as in Schedule
     ended:         the row that ended each request, shape (requests,)
     least_free:    fewest free blocks, also of those that an admission needed
@@ -208,19 +197,12 @@ class Run(NamedTuple):
         return self.hits_mattered or self.least_free < 0 or bool(self.columns["preemptions"].any())
 
 
-def run_compiled(
-    batch: Batch,
-    num_blocks: int,
-    limits: EngineLimits,
-    longest: int,
-    groups: tuple[Spec, ...],
-    rules: CacheRules,
-    clock: Clock | None = None,
-) -> Run | None:
+def run_compiled(case: Case, longest: int) -> Run | None:
     """Simulate in C as `run_reference` does. None where it is not compiled, or finds no memory."""
     library = compiled()
     if library is None:
         return None
+    batch, num_blocks, limits, groups, rules, clock = case
     windows, turns = windows_of(groups), batch.turns
     specs = [
         (KINDS[g.kind], g.block_size, g.window, g.checkpoints, admission_cap(g, limits), groups.index(g))
@@ -293,20 +275,13 @@ def compiled() -> ctypes.CDLL | None:
     return loaded
 
 
-def run_reference(
-    batch: Batch,
-    num_blocks: int,
-    limits: EngineLimits,
-    longest: int,
-    groups: tuple[Spec, ...],
-    rules: CacheRules,
-    clock: Clock | None = None,
-) -> Run:
-    """Simulate with `State`. longest: most steps in one row. clock: as in `schedule`, with turns"""
+def run_reference(case: Case, longest: int) -> Run:
+    """Simulate with `State`. longest: most steps in one row"""
     from fp8plan.model.schedule.holders import HoldersWaitPool
     from fp8plan.model.schedule.pool import Pool
     from fp8plan.model.schedule.state import State
 
+    batch, num_blocks, limits, groups, rules, clock = case
     kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
     prompts, turns = batch.prompts.tolist(), batch.turns
     pool = kind(num_blocks, groups, limits, prompts, batch.prompt_ids.tolist(), rules)
@@ -319,14 +294,7 @@ def run_reference(
 
 
 def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
-    """Raise ConfigError for malformed groups, or if their prefix caching is not modelled."""
-    for group in groups:
-        windowed = group.kind in ("sliding", "chunked")
-        if group.block_size < 1 or (group.window > 0) != windowed:
-            raise ConfigError(
-                f"{group} is no KV-cache group; allowed: a block_size of at least 1, and a window of at least 1 for "
-                "sliding and chunked, 0 for the others"
-            )
+    """Raise ConfigError if the prefix caching of these groups is not modelled."""
     if not limits.enable_prefix_caching:
         return
     sizes = sorted({group.block_size for group in groups})

@@ -17,8 +17,7 @@ from typing import Any
 from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.client import Client
-from fp8plan.model.schedule.loop import Loop
+from fp8plan.model.schedule.loop import Client, Loop
 from fp8plan.model.schedule.pool import Pool, too_few_blocks
 from fp8plan.model.schedule.rows import Chunk, Rows
 from fp8plan.model.turn_table import TurnTable
@@ -101,7 +100,7 @@ class State:
         if not self.queue and not self.running:
             self.loop.wait()
         for request in self.loop.take_arrived():
-            if self.client.is_away(request):
+            if request in self.client.away:
                 self._begin_next_turn(request)
             self.queue.appendleft(request)
 
@@ -442,7 +441,7 @@ class State:
             "cached_tokens": self.cached,
             "queried_tokens": self.queried,
             "hit_tokens": self.hits,
-            "away": self.client.away,
+            "away": len(self.client.away),
             "again_tokens": self.again,
             "idle_s": self.loop.take_idle(),
         }

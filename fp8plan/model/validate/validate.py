@@ -36,7 +36,6 @@ def relative_error(row: Row) -> float:
 
 
 def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each group, in order."""
     return grouped(rows, itemgetter("group"))
 
 
@@ -71,7 +70,6 @@ def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, list[R]]:
-    """The rows by their key, in order."""
     groups: dict[K, list[R]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

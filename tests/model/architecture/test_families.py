@@ -274,7 +274,6 @@ def test_dense_layers_come_first() -> None:
         (GPT_OSS_20B | {"layer_types": ["full_attention", "hash"] * 12}, "hash layers is not modelled"),
         (GEMMA3_1B | {"sliding_window_pattern": 0}, "'sliding_window_pattern' is 0"),
         (GEMMA3_1B | {"sliding_window": "all"}, "'sliding_window' is 'all'"),
-        (GEMMA3_1B | {"final_logit_softcapping": "soft"}, "'final_logit_softcapping' is 'soft'"),
         (PUBLISHED["deepseek-ai/DeepSeek-V2-Lite"][0] | {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
         (PUBLISHED["deepseek-ai/DeepSeek-V2-Lite"][0] | {"attention_bias": True}, "biases in latent attention"),
         (PUBLISHED["microsoft/phi-2"][0] | {"qk_layernorm": True}, "qk_layernorm"),

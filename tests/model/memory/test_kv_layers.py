@@ -50,7 +50,7 @@ def test_fp8_latents_are_kept_in_the_kernels_blocks() -> None:
 
 
 def test_rules_are_those_of_the_machine_and_of_the_engines_version() -> None:
-    on_gpu, on_cpu = (model_caches(QWEN3, BF16, EngineLimits(), 4096, cpu).rules for cpu in (False, True))
+    on_gpu, on_cpu = (model_caches(QWEN3, BF16, EngineLimits(), 4096, cpu)[1] for cpu in (False, True))
     assert (on_gpu.kernel_block, on_cpu.kernel_block) == (16, 32)
     assert on_gpu.max_model_len == 4096
     assert [EngineSetup("Qwen/Qwen3-8B", gpu).kv_plan(9).rules.vllm for gpu in ("h200", "cpu")] == ["0.33.0", "0.30.0"]

@@ -221,7 +221,7 @@ def test_a_number_that_overflows_is_refused() -> None:
 @pytest.mark.parametrize("value", [-1, 0, "x", None, True, [0.5, 2]])
 def test_a_bound_is_a_number_above_0(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"thresholds\['token_tis'\] is .*; allowed: a number above 0"):
-        plans.plan(thresholds={"token_tis": value})
+        Plan.from_json(plans.saved(thresholds={"token_tis": value}).to_json())
 
 
 @pytest.mark.parametrize("thing", [None, {}, 5])

@@ -114,7 +114,7 @@ def test_a_layout_that_was_not_measured_has_to_be_faster_by_more_than_its_doubt(
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-8B"])
 def test_a_plan_for_several_gpus_is_not_far_behind_its_own_fastest_choice(model: str) -> None:
     answer = plan(model, "h200", Workload(32, 16, 1024, LogNormal(6000, 0.9, 20480)), gpus=8)
-    accepted = [c for c in answer.choices if c.makespan_s is not None and answer.accepts(c.risk)]
+    accepted = [c for c in answer.choices if c.makespan_s is not None and answer.budget.accepts(c.risk)]
     fastest = min(accepted, key=lambda c: c.makespan_s or 0.0)
     doubt = load_profile(find_gpu("h200"))[0].layout_error(*fastest.cut)
     assert answer.select().makespan_s <= (fastest.makespan_s or 0.0) * math.exp(doubt) * (1 + LEAST_GAIN)
@@ -126,7 +126,7 @@ def test_no_layout_is_chosen_that_does_not_beat_its_doubt_under_any_kind_of_prof
     there = [c for c in made.tried if c.rollout]
     assert [c.layout_doubt for c in there] == [made.profile.layout_error(*c.setup.limits.cut) for c in there]
     assert any(c.layout_doubt for c in there)
-    chosen, accepted = made.chosen, [c for c in made.tried if c.rollout and made.plan.accepts(c.expected.level)]
+    chosen, accepted = made.chosen, [c for c in made.tried if c.rollout and made.plan.budget.accepts(c.expected.level)]
     measured = [c.seconds for c in accepted if not c.layout_doubt]
     assert not chosen.layout_doubt or chosen.cautious_s < min(measured)
 
@@ -514,7 +514,7 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any, a
 def test_an_unmeasured_layout_is_chosen_where_it_beats_its_doubt() -> None:
     """A model of 32B on one GPU is far slower than the doubt of a cut one."""
     found = plan("Qwen/Qwen3-32B", "h100", Workload(32, 16, 1024, LogNormal(6000, 0.9, 20480)), gpus=8)
-    accepted = [c for c in found.choices if c.makespan_s is not None and found.accepts(c.risk)]
+    accepted = [c for c in found.choices if c.makespan_s is not None and found.budget.accepts(c.risk)]
     assert found.select().makespan_s <= 1.02 * min(c.makespan_s for c in accepted)
     assert found.select().tensor_parallel > 1
     assert not any("what was measured goes first" in reason for reason in found.reasons)

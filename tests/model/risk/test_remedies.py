@@ -17,8 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.architecture.kept import Kept
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
-from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
-from fp8plan.model.risk.fit import Z90, committed_fit, log_gradient, predicted_kl
+from fp8plan.model.risk.expected import Z90, MismatchRisk, committed_fit, log_gradient, mismatch_risk, predicted_kl
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies, typed_kept
 from fp8plan.model.risk.theory import SAME_GRID_SD, routing_term, setting_of, trainer_sd
 from tools.risk_report import BLOCK_OF_FP32, leave_one_source_out, quantise_blocks, read_observations, rms

@@ -20,8 +20,7 @@ from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, LatentAttention
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk import theory as setting
-from fp8plan.model.risk.expected import mismatch_risk
-from fp8plan.model.risk.fit import committed_fit, predicted_kl
+from fp8plan.model.risk.expected import committed_fit, mismatch_risk, predicted_kl
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.risk.theory import (
     SMALL,

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +22,10 @@ from scheduled_batches import (
 from turn_batches import random_clock, trace
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.cost.clock import Clock
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec, windows_of
 from fp8plan.model.schedule import scheduler
-from fp8plan.model.schedule.scheduler import Run, run_compiled, run_reference
+from fp8plan.model.schedule.scheduler import Case, Run, run_compiled, run_reference
 from fp8plan.model.workload import Batch
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -36,15 +35,6 @@ QUICK = (*range(40), 59, 92)  # seeds of `make test`; in the last two, requests 
 RULES = [CacheRules.of(version) for version in ("0.26.0", "0.30.0", "0.32.0", "0.33.0")]
 ENDLESS = 2**62
 FULL = (Spec("full", 16),)
-
-
-class Work(NamedTuple):
-    batch: Batch
-    pool: int
-    limits: EngineLimits
-    groups: tuple[Spec, ...]
-    rules: CacheRules
-    clock: Clock | None = None
 
 
 def small_work(
@@ -58,7 +48,7 @@ def small_work(
     asynchronous: bool = False,
     reserve_full_prompt: bool = False,
     version: str = "0.33.0",
-) -> Work:
+) -> Case:
     """A batch with prefix caching. budget: tokens of a step"""
     limits = EngineLimits(
         max_num_seqs=slots,
@@ -68,7 +58,7 @@ def small_work(
         scheduler_reserve_full_isl=reserve_full_prompt,
     )
     batch = Batch(*(np.array(column) for column in (prompts, responses, prompt_ids)))
-    return Work(batch, pool, limits, tuple(groups), CacheRules.of(version))
+    return Case(batch, pool, limits, tuple(groups), CacheRules.of(version))
 
 
 def sliding(window: int) -> Spec:
@@ -134,7 +124,7 @@ RARE = {
 }
 
 
-def work_of(seed: int) -> Work:
+def work_of(seed: int) -> Case:
     """Families take turns, with groups in any order. A third of the pools are roomy, and every tenth batch is large."""
     rng = np.random.default_rng([seed, 63])
     family, asynchronous = sorted(FAMILIES)[seed % len(FAMILIES)], bool(rng.random() < 0.5)
@@ -145,13 +135,13 @@ def work_of(seed: int) -> Work:
         batch, _, limits = random_case(int(rng.integers(10**6)), asynchronous)
         groups = tuple(group._replace(block_size=16) for group in groups)
         pool = int(sum(blocks_needed(batch, group, limits) for group in groups) * rng.uniform(1, 12))
-        return Work(batch, pool, limits, groups, rules)
+        return Case(batch, pool, limits, groups, rules)
     if rng.random() < 1 / 3:
         pool = int(pool * rng.uniform(1, 12))
-    return Work(batch, pool, limits, groups, rules)
+    return Case(batch, pool, limits, groups, rules)
 
 
-def turns_of(seed: int) -> Work:
+def turns_of(seed: int) -> Case:
     """Trajectories of turns on a pool of each family in turn, with groups in any order, and mostly a random clock.
 
     Every other round of the families has prompts that leave out tokens.
@@ -164,19 +154,19 @@ def turns_of(seed: int) -> Work:
     if rng.random() < 0.8:
         clock = random_clock(rng, made.limits, len(windows_of(groups)))
     rules = RULES[int(rng.integers(len(RULES)))]
-    return Work(made.batch, made.pool, made.limits, groups, rules, clock)
+    return Case(made.batch, made.pool, made.limits, groups, rules, clock)
 
 
-def outcome(run: Any, work: Work, longest: int) -> Run | str:
+def outcome(run: Any, work: Case, longest: int) -> Run | str:
     """A simulated batch, or the error."""
     try:
-        made: Run = run(work.batch, work.pool, work.limits, longest, *work[3:])
+        made: Run = run(work, longest)
         return made
     except CapacityError as error:
         return str(error)
 
 
-def assert_same(work: Work) -> None:
+def assert_same(work: Case) -> None:
     for longest in (1, ENDLESS):
         in_c, reference = outcome(run_compiled, work, longest), outcome(run_reference, work, longest)
         if isinstance(in_c, str) or isinstance(reference, str):
@@ -221,12 +211,12 @@ def test_c_gives_the_references_schedule_of_rare_cases(name: str) -> None:
 @pytest.mark.parametrize("make", [random_case, tight_case])
 def test_c_gives_the_references_schedule_of_one_group(make: Any, asynchronous: bool) -> None:
     for seed in (*QUICK, IDLE_PREEMPTION, ENDED_PREEMPTED):
-        assert_same(Work(*make(seed, asynchronous), FULL, RULES[seed % len(RULES)]))
+        assert_same(Case(*make(seed, asynchronous), FULL, RULES[seed % len(RULES)]))
 
 
 def test_the_row_that_ended_a_request_counts_it() -> None:
-    work = Work(*random_case(1, True), FULL, RULES[-1])
-    made = run_compiled(work.batch, work.pool, work.limits, ENDLESS, *work[3:])
+    work = Case(*random_case(1, True), FULL, RULES[-1])
+    made = run_compiled(work, ENDLESS)
     assert made is not None
     ended = np.bincount(made.ended, minlength=len(made.columns["steps"]))
     np.testing.assert_array_equal(ended, made.columns["finished"])
@@ -236,15 +226,15 @@ def test_a_request_that_does_not_find_its_blocks_is_the_same_error() -> None:
     """vLLM's cap leaves out that a chunk of attention may not begin with a block, so it would preempt for ever."""
     limits = EngineLimits(max_num_seqs=1, max_num_batched_tokens=7, enable_prefix_caching=False, async_scheduling=False)
     batch = Batch(np.array([100]), np.array([9]), np.array([0]))
-    work = Work(batch, 2, limits, (Spec("chunked", 16, 24),), RULES[-1])
+    work = Case(batch, 2, limits, (Spec("chunked", 16, 24),), RULES[-1])
     with pytest.raises(CapacityError, match=r"the pool has 2 KV blocks, and a request that has it to itself") as error:
-        run_reference(work.batch, work.pool, work.limits, 1, *work[3:])
+        run_reference(work, 1)
     assert outcome(run_compiled, work, 1) == str(error.value)
 
 
 def test_no_request_gives_no_row() -> None:
     nothing = np.zeros(0, dtype=np.int64)
-    assert_same(Work(Batch(nothing, nothing, nothing), 10, EngineLimits(), FULL, RULES[-1]))
+    assert_same(Case(Batch(nothing, nothing, nothing), 10, EngineLimits(), FULL, RULES[-1]))
 
 
 def test_the_c_code_has_no_warning() -> None:

@@ -13,7 +13,7 @@ typedef int64_t number;
 
 enum { FULL, SLIDING, CHUNKED, STATE }; /* kinds of groups; a latent one is FULL */
 
-enum { /* columns of a row: scheduler.COLUMNS and TURN_COLUMNS; three of each window follow */
+enum { /* columns of a row: rows.Columns; three of each window follow */
     STEPS, DECODE_REQUESTS, DECODE_KV_TOKENS, RECOMPUTED_TOKENS, RUNNING, WAITING, USED_BLOCKS, PREEMPTIONS, FINISHED,
     PREFILL_TOKENS, PREFILL_REQUESTS, PREFILL_KV_TOKENS, PREFILL_PAIRS, SAMPLED_REQUESTS, CACHED_TOKENS,
     QUERIED_TOKENS, HIT_TOKENS, AWAY, AGAIN_TOKENS, IDLE_S, COLUMNS
