@@ -58,15 +58,21 @@ def seconds_in(variable: str, default: float) -> float:
     return seconds
 
 
-def arrow(needed_for: str, module: str = "pyarrow") -> Any:
-    """Return pyarrow or a module of it, which an extra installs. Raises ConfigError if it is not installed.
+def package(name: str, needed_for: str, install: str) -> Any:
+    """Import a module that not every installation has. Raises ConfigError if it is not installed.
 
-    needed_for: the start of the error
+    needed_for: the start of the error; install: the words behind `pip install`
     """
     try:
-        return import_module(module)
-    except ImportError:
-        raise ConfigError(f"{needed_for} needs pyarrow; type: pip install 'fp8plan[parquet]'") from None
+        return import_module(name)
+    except ImportError as error:
+        missing = (error.name or name).partition(".")[0]
+        raise ConfigError(f"{needed_for} needs {missing}; type: pip install {install}") from None
+
+
+def arrow(needed_for: str, module: str = "pyarrow") -> Any:
+    """Return pyarrow or a module of it, as `package` does."""
+    return package(module, needed_for, "'fp8plan[parquet]'")
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:

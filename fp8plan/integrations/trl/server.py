@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Final
 
 from accelerate.utils import broadcast_object_list
@@ -24,7 +23,6 @@ from fp8plan.runtime.apply.engine.launch import Launch, facts_of
 from fp8plan.runtime.apply.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.apply.engine.rollout_log import RolloutLog
 from fp8plan.runtime.apply.plugin import STATUS
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard, Verdict
@@ -106,11 +104,6 @@ class ServerEngine:
                 self.guard = Guard(self.engine_facts(), GuardSettings(anchor=anchor))
             except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
                 self.guard_off = str(error)
-
-    @cached_property
-    def expected(self) -> Manifest | None:
-        """The tensors of the checkpoint; None if it is not on this machine."""
-        return self.launch.checkpoint()
 
     def engine_facts(self) -> EngineFacts:
         """The running engine, as the guard needs it."""
@@ -214,10 +207,6 @@ class PlannedServer(PolicyTensors):
             self.vllm_client = client
             client.init_communicator(device=self.accelerator.device)
         self.accelerator.wait_for_everyone()
-
-    @property
-    def expected(self) -> Manifest | None:
-        return self.engine.expected
 
     def sync_weights(self) -> None:
         """Sync all of the policy's weights. The server checks them, and measures KV scales if its cache is FP8.

@@ -9,6 +9,7 @@ Each public call is a procedure: a generator that yields Calls (apply.weight_syn
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
@@ -66,7 +67,7 @@ Amaxes = Mapping[str, Sequence[float]]  # layer -> largest |q|, |k|, |v|
 Prompts = Sequence[Sequence[int]]  # token ids of each
 
 
-class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
+class EngineBase(ABC, Generic[Made, Report, Source, LiveScales, Done]):
     """An engine or a fleet, and all that fp8plan knows of it.
 
     launch: how it was started
@@ -168,9 +169,9 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
         """
         return self.drive(self._scales_in_use())
 
+    @abstractmethod
     def drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         """Run a procedure to its end, and return what it returns; under asyncio, a coroutine that does."""
-        raise NotImplementedError
 
     @property
     def serving(self) -> bool:
@@ -207,9 +208,9 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
             workers = yield from rpc("fp8plan_kv_scales")
             self.state.kv_scales = {layer: [parts[part] for part in PARTS] for layer, parts in workers[0].items()}
 
+    @abstractmethod
     def sizes(self) -> tuple[int, int]:
         """Return the longest request and the model's vocabulary, in tokens."""
-        raise NotImplementedError
 
     @property
     def _longest(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -193,8 +194,9 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Done]):
         gc.unfreeze()
         gc.collect()
 
+    @abstractmethod
     def _shut_down(self) -> None:
-        raise NotImplementedError
+        """Shut vLLM down."""
 
 
 class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str, dict[str, float]], None]):

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 from fp8plan.model.turn_table import Turn
-from fp8plan.runtime.apply.engine.prefixes import Prefixes
+from fp8plan.runtime.apply.engine.prefixes import Hashed, Key, Prefixes
 from fp8plan.runtime.apply.engine.warm_up import compiled_files
 from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, Sampling
 
@@ -57,11 +57,11 @@ class Request(NamedTuple):
 class Trajectory:
     """A request, and those whose prompts go on from it.
 
-    name:  a number for its first prompt
+    name:  the identity of its first prompt
     taken: a prompt of the call that is being added goes on from its last response
     """
 
-    name: int
+    name: Key
     requests: list[Request] = field(default_factory=list)
     taken: bool = False
 
@@ -131,20 +131,21 @@ class RolloutLog:
             return
         self.samplings.append((sampling, mode))
         # All are looked up before any is noted: responses of one call do not continue each other.
-        before = [self._taken(response.prompt, begun) for response in known]
-        for (prompt, answer, answered), trajectory in zip(known, before, strict=True):
+        prompts = [Hashed(response.prompt) for response in known]
+        before = [self._taken(prompt, begun) for prompt in prompts]
+        for prompt, (_, answer, answered), trajectory in zip(prompts, known, before, strict=True):
             if answered is None or not begun <= answered <= ended:  # another machine's clock
                 answered = ended
             if trajectory is None:
-                trajectory = Trajectory(hash(tuple(prompt)))
+                trajectory = Trajectory(prompt.key)
                 self.trajectories.append(trajectory)
             request = Request(len(prompt), len(answer), begun, ended, answered)
             trajectory.requests.append(request)
             trajectory.taken = False
-            self._sequences.at([*prompt, *answer]).append((request.tokens, trajectory))
+            self._sequences.at(prompt.followed_by(answer)).append((request.tokens, trajectory))
             self._prompts.at(prompt).append((request.prompt_tokens, trajectory))
 
-    def _taken(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
+    def _taken(self, prompt: Hashed, begun: float) -> Trajectory | None:
         """Take the trajectory that a prompt continues, so that no other does; None if the prompt begins another.
 
         A prompt with other tokens in the place of the answer continues, too. If it is shorter than prompt and answer
@@ -180,7 +181,7 @@ class RolloutLog:
         if not self.trajectories:
             return None
         every = sorted(self.trajectories, key=lambda trajectory: trajectory.begun)
-        numbers: dict[int, int] = {}
+        numbers: dict[Key, int] = {}
         spans = [(each.begun, each.last.ended) for each in every]
         seconds, arrival_s = busy(spans)
         fields: dict[str, Any] = {

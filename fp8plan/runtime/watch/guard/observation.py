@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
-from fp8plan.checks import Range, in_range
+from fp8plan.checks import Range, in_range, is_number
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import EngineLimits
@@ -23,7 +23,7 @@ from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.validate.records import batch_of
+from fp8plan.model.validate.records import A_TURN, batch_of
 from fp8plan.model.workload import Batch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.schemas import LENGTHS
@@ -189,10 +189,20 @@ class Observation:
         for name in (*COUNTS, "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None:
-                if not 0 <= value == value // 1:
+                if not (is_number(value) and 0 <= value == value // 1):
                     raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
                 object.__setattr__(self, name, int(value))  # Prometheus' counters are floats
-        batch = self.batch
+        for name in (*LENGTHS, "kv_clipped"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not hasattr(value, "__len__")):
+                raise ConfigError(f"{name} is {value!r:.60}; allowed: a list, such as (...,) of one entry")
+        try:
+            batch = self.batch
+        except ConfigError:
+            raise
+        except (TypeError, ValueError):  # the turns alone are nested
+            allowed = f"for each response a list of its turns, each {A_TURN}"
+            raise ConfigError(f"turns is {self.turns!r:.60}; allowed: {allowed}") from None
         object.__setattr__(self, "prompt_lengths", tuple(batch.prompts.tolist()))
         object.__setattr__(self, "response_lengths", tuple(batch.responses.tolist()))
 
