@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.judge import How
-from fp8plan.runtime.apply.engine.launch import Launch, facts_of, has_fixed_scales
+from fp8plan.runtime.apply.engine.launch import Launch, facts_of
 from fp8plan.runtime.apply.engine.remembered import Remembered
 from fp8plan.runtime.apply.engine.warm_up import warm_up_batches
 from fp8plan.runtime.apply.interrupts import let_in, released
@@ -28,11 +28,11 @@ from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     RANDOM,
     kv_scales,
+    learn_scales,
     random_prompts,
     refuse_calibration,
     rescaled,
 )
-from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
@@ -202,11 +202,7 @@ class EngineBase(ABC, Generic[Made, Report, Source, LiveScales, Done]):
         longest, self.state.vocabulary = self.sizes()
         self.state.longest_prompt = longest - 1
         self.launch = self.launch.holding(longest)
-        self.state.kv_scales, self.state.kv_clipped = None, {}
-        self.state.kv_fixed = self.state.fp8_kv and has_fixed_scales(self.facts)
-        if self.state.fp8_kv:  # 1.0, or the checkpoint's own
-            workers = yield from rpc("fp8plan_kv_scales")
-            self.state.kv_scales = {layer: [parts[part] for part in PARTS] for layer, parts in workers[0].items()}
+        yield from learn_scales(self.state, self.facts)
 
     @abstractmethod
     def sizes(self) -> tuple[int, int]:

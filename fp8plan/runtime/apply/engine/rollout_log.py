@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from fp8plan.model.turn_table import Turn
+from fp8plan.runtime.apply.engine.counters import counts, gains
 from fp8plan.runtime.apply.engine.prefixes import Hashed, Key, Prefixes
 from fp8plan.runtime.apply.engine.warm_up import compiled_files
 from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, Sampling
-
-# vLLM's counters, in Prometheus's default registry and on a server's /metrics -> fields of an Observation.
-COUNTERS: Final = {
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:prefix_cache_queries_total": "prefix_cache_queries",
-    "vllm:prefix_cache_hits_total": "prefix_cache_hits",
-}
 
 
 class Response(NamedTuple):
@@ -109,14 +103,14 @@ class RolloutLog:
     _before: dict[str, int] | None = None
 
     def begin(self) -> None:
-        """Count what `counts` counts from now on, unless it has begun already."""
+        """Count vLLM's counts and the compiled kernels from now on, unless it has begun already."""
         if self._before is None:
-            self._before = counts()
+            self._before = _counts()
 
     def end(self) -> None:
         """Count up to now, if `begin` was called."""
         if self._before is not None:
-            self.counted = gains(self._before, counts())
+            self.counted = gains(self._before, _counts())
 
     def add(
         self, begun: float, ended: float, responses: Iterable[Response], sampling: Any, mode: str = PROCESSED
@@ -237,19 +231,5 @@ def _ended_s(output: Any) -> float | None:
     return ended_s
 
 
-def counts() -> dict[str, int]:
-    """The counts so far, by field of an Observation: COUNTERS that vLLM keeps, and compiled kernels on disk."""
-    from prometheus_client import REGISTRY
-
-    # Only these metrics: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
-    metrics = REGISTRY.restricted_registry([*COUNTERS]).collect()
-    totals = {"compiled_files": compiled_files()}
-    for sample in (sample for metric in metrics for sample in metric.samples if sample.name in COUNTERS):
-        name = COUNTERS[sample.name]
-        totals[name] = totals.get(name, 0) + int(sample.value)
-    return totals
-
-
-def gains(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """The growth of each count; 0 for one that shrank, as those of a restarted server do."""
-    return {name: max(0, count - before.get(name, 0)) for name, count in after.items()}
+def _counts() -> dict[str, int]:
+    return {"compiled_files": compiled_files(), **counts()}

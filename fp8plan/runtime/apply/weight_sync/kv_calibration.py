@@ -14,6 +14,8 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import (
     Scales,
     beyond,
     clipped,
+    device_scales,
+    has_fixed_scales,
     largest,
     scales_from,
 )
@@ -69,10 +71,22 @@ def kv_scales(
         measured, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
     else:
         measured = yield from _calibrate(state, prompts or ())
-    scales = scales_from(measured, state.settings.kv_margin)
+    scales = scales_from(measured)
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
+
+
+def learn_scales(state: SyncState, facts: Mapping[str, Any]) -> Procedure:
+    """Ask an engine that has started for its KV scales: 1.0, or the checkpoint's own. facts: a worker's
+
+    Raises ConfigError as `has_fixed_scales` does.
+    """
+    state.kv_scales, state.kv_clipped = None, {}
+    state.kv_fixed = state.fp8_kv and has_fixed_scales(facts)
+    if state.fp8_kv:
+        workers = yield from rpc("fp8plan_kv_scales")
+        state.kv_scales = device_scales(workers[0])
 
 
 def clean(state: SyncState) -> Procedure:
@@ -139,11 +153,11 @@ def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
             )
 
 
-def random_prompts(vocabulary: int | None, longest: int) -> list[list[int]]:
-    """Return token ids to calibrate with before the first rollout, at most `longest` each."""
+def random_prompts(vocabulary: int | None, longest: int, count: int = CALIBRATION_SEQUENCES) -> list[list[int]]:
+    """Return prompts of random token ids, for an engine without a rollout. longest: most tokens of each"""
     import numpy as np
 
-    size = (CALIBRATION_SEQUENCES, min(RANDOM_TOKENS, longest))
+    size = (count, min(RANDOM_TOKENS, longest))
     prompts: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary or 1000, size).tolist()
     return prompts
 

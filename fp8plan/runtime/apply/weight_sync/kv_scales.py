@@ -51,6 +51,27 @@ def keeps_scales(attention: Collection[str]) -> bool:
     return not set(attention).isdisjoint(FIXED_SCALES)
 
 
+def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
+    """Return True if an engine with an FP8 KV cache keeps the scales that it started with; False if syncs set them.
+
+    facts: a worker's (runtime.apply.worker.facts)
+
+    Raises ConfigError for attention of which neither is known, and for CUDA graphs that hide what it reads.
+    """
+    unknown = sorted(set(facts["attention"]).difference(LIVE_SCALES, FIXED_SCALES))
+    if unknown or not facts["attention"]:
+        raise ConfigError(
+            f"attention runs as {', '.join(unknown) or 'no class'}, and fp8plan does not know whether it reads new KV "
+            f"scales; allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} (type {INSTEAD})"
+        )
+    if facts["cudagraph_mode"] == "FULL":
+        raise ConfigError(
+            "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
+            "FULL_AND_PIECEWISE, vLLM's default, or any other"
+        )
+    return keeps_scales(facts["attention"])
+
+
 # Room for values beyond those of the calibration prompts; NeMo-RL's margin.
 MARGIN: Final = 1.05
 
@@ -58,8 +79,8 @@ Amax = dict[str, list[float]]  # layer -> largest |q|, |k|, |v|
 Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 
-def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
-    """Return scales for `margin` times the amax; 1.0 for an amax of 0. Raises ConfigError for NaN, Inf."""
+def scales_from(amax: Mapping[str, Sequence[float]]) -> Scales:
+    """Return scales for MARGIN times the amax; 1.0 for an amax of 0. Raises ConfigError for NaN, Inf."""
     scales = {}
     for layer, parts in amax.items():
         try:
@@ -69,7 +90,7 @@ def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> 
         if not fits:
             values = list(parts) if isinstance(parts, Sequence) else parts
             raise ConfigError(f"amax of {layer} is {values!r}; allowed: three finite numbers, of q, k and v")
-        scales[layer] = [margin * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
+        scales[layer] = [MARGIN * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
     return scales
 
 
@@ -117,6 +138,11 @@ def live_scales(model: torch.nn.Module) -> dict[str, dict[str, float]]:
         | {f"{part}_host": float(getattr(layer, f"_{part}_scale_float")) for part in PARTS}
         for name, layer in attention_layers(model)
     }
+
+
+def device_scales(live: Mapping[str, Mapping[str, float]]) -> Scales:
+    """Return the scales on the device. live: as `live_scales` returns them"""
+    return {layer: [float(parts[part]) for part in PARTS] for layer, parts in live.items()}
 
 
 def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) -> None:

@@ -207,6 +207,14 @@ class SyncState:
     said_rounded: bool = False
     lock: Lock = field(default_factory=Lock)
 
+    @classmethod
+    def of(cls, config: Any) -> SyncState:
+        """The state of an engine that somebody else has started. config: its VllmConfig"""
+        state = cls(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
+        state.longest_prompt = config.model_config.max_model_len - 1
+        state.vocabulary = config.model_config.get_vocab_size()
+        return state
+
     def note(self, event: Event, why: str | None = None) -> None:
         """Note what has happened to the weights. Raises as `after` does."""
         self.weights = after(self.weights, event, why)

@@ -23,7 +23,7 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.watch.guard.causes import Cause, LikelyCause
 from fp8plan.runtime.watch.guard.guard import Guard, GuardSettings, GuardState, Verdict, teaches, update
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, joined, predict
+from fp8plan.runtime.watch.guard.observation import LISTS, EngineFacts, Observation, joined, predict
 from fp8plan.runtime.watch.guard.prefix_cache import Lost
 from fp8plan.runtime.watch.guard.rollout_record import observation_in, rollout_fields
 from fp8plan.runtime.watch.monitor.monitor import Monitor
@@ -217,3 +217,17 @@ def test_rollouts_one_after_the_other_are_joined_with_their_turns() -> None:
     assert both.every_turn == [*one.every_turn, [(1, 0, 0.0)], [(2, 0, 0.0)]]
     assert (both.concurrent, both.arrival_s, both.seconds) == (2, None, 6.0)
     assert both.batch.lengths.tolist() == [5 + 7 + 2, 5 + 3, 5, 6]
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("wrong", [3, "two"])
+def test_a_list_of_another_form_is_refused_with_one_to_type(name: str, wrong: Any) -> None:
+    lengths = {"prompt_lengths": [5, 5], "response_lengths": [7, 3]}
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {wrong!r}; allowed: a list, such as {LISTS[name]}")):
+        Observation(1.0, **(lengths | {name: wrong}))
+
+
+@pytest.mark.parametrize("turns", [[3, 4], [[7], [3]], [[(7, 0)], [(3, 0)]], [[("7", 0, 0)], [(3, 0, 0)]]])
+def test_turns_of_another_form_are_refused_with_some_to_type(turns: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"turns is {turns!r:.60}; allowed: a list, such as [[[300, 1200,")):
+        Observation(1.0, [5, 5], [7, 3], turns=turns)
