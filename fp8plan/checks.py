@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
@@ -28,7 +26,6 @@ UNITS: Final = (
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?min\b", 60),
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?h\b", 3600),
 )
-INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
@@ -56,23 +53,6 @@ def seconds_in(variable: str, default: float) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{variable} is {text!r}; allowed: seconds above 0, {default:g} without it")
     return seconds
-
-
-def package(name: str, needed_for: str, install: str) -> Any:
-    """Import a module that not every installation has. Raises ConfigError if it is not installed.
-
-    needed_for: the start of the error; install: the words behind `pip install`
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        missing = (error.name or name).partition(".")[0]
-        raise ConfigError(f"{needed_for} needs {missing}; type: pip install {install}") from None
-
-
-def arrow(needed_for: str, module: str = "pyarrow") -> Any:
-    """Return pyarrow or a module of it, as `package` does."""
-    return package(module, needed_for, "'fp8plan[parquet]'")
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
@@ -182,9 +162,3 @@ def number_hint(text: str) -> str:
 
 def _without_unit(factor: float, written: re.Match[str]) -> str:
     return f"{float(written[1]) * factor:.12g}"
-
-
-def check_torch(what: str) -> None:
-    """Look for torch, which `what` needs, without importing it. Raises ConfigError if it is not installed."""
-    if find_spec("torch") is None:
-        raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")

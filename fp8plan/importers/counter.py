@@ -12,11 +12,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from fp8plan.checks import package
 from fp8plan.errors import ConfigError
 from fp8plan.importers import notes
 from fp8plan.importers.logged import Measured, Note, Request, Text, name_of, without_waits
 from fp8plan.importers.turn_boundaries import Texts, split
+from fp8plan.packages import package
 from fp8plan.schemas import parse
 
 BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 times as many bytes

@@ -16,11 +16,11 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Final
 
-from fp8plan.checks import package
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note
 from fp8plan.importers.notes import TORN_FIGURE
 from fp8plan.jsonl import TORN, lines, torn_note
+from fp8plan.packages import package
 
 EVENT_FILES: Final = "tensorboard.backend.event_processing.event_accumulator"
 Figures = dict[int, dict[str, float]]  # step -> name -> value

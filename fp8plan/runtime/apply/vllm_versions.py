@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from fp8plan.checks import INSTALL, check_torch
 from fp8plan.errors import ConfigError
+from fp8plan.packages import INSTALL, check_torch
 from fp8plan.version import LAST, RANGE, is_newer, is_supported
 
 

@@ -25,10 +25,10 @@ from fp8plan.runtime.apply.engine.warm_up import warm_up_batches
 from fp8plan.runtime.apply.interrupts import let_in, released
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
+from fp8plan.runtime.apply.weight_sync.fixed_scales import learn_scales
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     RANDOM,
     kv_scales,
-    learn_scales,
     random_prompts,
     refuse_calibration,
     rescaled,

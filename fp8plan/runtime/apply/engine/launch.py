@@ -28,7 +28,7 @@ from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, 
 from fp8plan.runtime.apply.engine.returned_experts import refuse_dense
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
-from fp8plan.runtime.apply.weight_sync.kv_scales import has_fixed_scales, keeps_scales
+from fp8plan.runtime.apply.weight_sync.fixed_scales import has_fixed_scales, keeps_scales
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.worker.extension import EXTENSION
 from fp8plan.runtime.watch.guard.observation import EngineFacts, kernel_names

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fp8plan.checks import package
 from fp8plan.errors import ConfigError
+from fp8plan.packages import package
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import EngineFacts

@@ -35,11 +35,11 @@ from fp8plan.runtime.apply.engine.async_engine import (
 from fp8plan.runtime.apply.engine.base import has_nan, requests
 from fp8plan.runtime.apply.plugin import PROBE
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
+from fp8plan.runtime.apply.weight_sync.fixed_scales import learn_scales
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
     RANDOM,
-    learn_scales,
     random_prompts,
 )
 from fp8plan.runtime.apply.weight_sync.procedure import ended, readied

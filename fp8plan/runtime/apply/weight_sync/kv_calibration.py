@@ -7,15 +7,13 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError, some, warn
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
+from fp8plan.runtime.apply.weight_sync.fixed_scales import MEASURED_SCALES
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
-    MEASURED_SCALES,
     PARTS,
     Amax,
     Scales,
     beyond,
     clipped,
-    device_scales,
-    has_fixed_scales,
     largest,
     scales_from,
 )
@@ -75,18 +73,6 @@ def kv_scales(
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
-
-
-def learn_scales(state: SyncState, facts: Mapping[str, Any]) -> Procedure:
-    """Ask an engine that has started for its KV scales: 1.0, or the checkpoint's own. facts: a worker's
-
-    Raises ConfigError as `has_fixed_scales` does.
-    """
-    state.kv_scales, state.kv_clipped = None, {}
-    state.kv_fixed = state.fp8_kv and has_fixed_scales(facts)
-    if state.fp8_kv:
-        workers = yield from rpc("fp8plan_kv_scales")
-        state.kv_scales = device_scales(workers[0])
 
 
 def clean(state: SyncState) -> Procedure:

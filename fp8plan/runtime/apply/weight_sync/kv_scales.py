@@ -6,14 +6,11 @@ would be clipped or underflow, so the largest magnitudes (amax) are enough. From
 reload or a wake-up sets them back to 1.0.
 
 scale = margin * amax / 448, per tensor (vllm/model_executor/layers/attention: the stored value is x / scale).
-
-FlashInfer takes scales as numbers, which its CUDA graphs keep. Such an engine runs with the scales that it started
-with, and `beyond` says which layers they clip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
@@ -25,52 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 PARTS: Final = ("q", "k", "v")
-
-# Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
-LIVE_SCALES: Final = (
-    "FlashAttentionImpl",
-    "TritonAttentionImpl",
-    "CPUAttentionBackendImpl",
-    "FlashAttentionDiffKVImpl",  # this and the next: heads whose values are shorter than their keys
-    "TritonAttentionDiffKVImpl",
-)
-# Those that keep the scales of their start: `k_scale=layer._k_scale_float` in
-# vllm/v1/attention/backends/flashinfer.py.
-FIXED_SCALES: Final = ("FlashInferImpl",)
-
-# The advice for engines without a kernel that reads new scales.
-MEASURED_SCALES: Final = "attention_backend='TRITON_ATTN', whose scales are measured after each sync"
-INSTEAD: Final = f"{MEASURED_SCALES}, or a BF16 KV cache"
-
-
-def keeps_scales(attention: Collection[str]) -> bool:
-    """Return True if some layer keeps the scales that the engine started with. Syncs then change no layer's.
-
-    attention: the classes of its implementations
-    """
-    return not set(attention).isdisjoint(FIXED_SCALES)
-
-
-def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
-    """Return True if an engine with an FP8 KV cache keeps the scales that it started with; False if syncs set them.
-
-    facts: a worker's (runtime.apply.worker.facts)
-
-    Raises ConfigError for attention of which neither is known, and for CUDA graphs that hide what it reads.
-    """
-    unknown = sorted(set(facts["attention"]).difference(LIVE_SCALES, FIXED_SCALES))
-    if unknown or not facts["attention"]:
-        raise ConfigError(
-            f"attention runs as {', '.join(unknown) or 'no class'}, and fp8plan does not know whether it reads new KV "
-            f"scales; allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} (type {INSTEAD})"
-        )
-    if facts["cudagraph_mode"] == "FULL":
-        raise ConfigError(
-            "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
-            "FULL_AND_PIECEWISE, vLLM's default, or any other"
-        )
-    return keeps_scales(facts["attention"])
-
 
 # Room for values beyond those of the calibration prompts; NeMo-RL's margin.
 MARGIN: Final = 1.05

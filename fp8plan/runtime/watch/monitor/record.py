@@ -21,7 +21,7 @@ from fp8plan.runtime.watch.mismatch.sampling import Sampling
 if TYPE_CHECKING:
     import torch
 
-    from fp8plan.runtime.watch.controller.laws import ControllerState, Decided
+    from fp8plan.runtime.watch.controller.state import ControllerState, Decided
     from fp8plan.runtime.watch.correction.correct import Thresholds
     from fp8plan.runtime.watch.guard.guard import Guard, Verdict
     from fp8plan.runtime.watch.guard.observation import EngineFacts

@@ -18,9 +18,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from fp8plan.checks import is_number, package
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, warn
 from fp8plan.jsonl import Ended, append, line, to_disk, torn_path
+from fp8plan.packages import package
 
 Record = Mapping[str, Any]  # one step, a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # errors that may pass

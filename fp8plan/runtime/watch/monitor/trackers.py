@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from fp8plan.checks import package
 from fp8plan.errors import ConfigError, text_of
+from fp8plan.packages import package
 from fp8plan.runtime.watch.monitor.sinks import Record, numbers
 
 

@@ -16,7 +16,7 @@ from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_folder
-from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES, has_fixed_scales
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES, LIVE_SCALES, has_fixed_scales
 
 pytestmark = pytest.mark.vllm  # its version is checked first
 

@@ -30,8 +30,8 @@ from fp8plan.runtime.apply.engine.base import AnyEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.amax import recording_amax
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
-    FIXED_SCALES,
     MARGIN,
     PARTS,
     beyond,
@@ -445,7 +445,7 @@ def difference(one: list[float], other: list[float]) -> float:
 @vllm
 def test_fixed_scales_stay_and_the_layers_that_they_clip_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (*FIXED_SCALES, "CPUAttentionBackendImpl")  # a CPU has no FlashInfer
-    monkeypatch.setattr("fp8plan.runtime.apply.weight_sync.kv_scales.FIXED_SCALES", kept)
+    monkeypatch.setattr("fp8plan.runtime.apply.weight_sync.fixed_scales.FIXED_SCALES", kept)
     tensors = weights("dense", "a")
     name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
     with started("dense", "a", "fp8_kv") as engine:
