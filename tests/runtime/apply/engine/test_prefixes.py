@@ -14,28 +14,19 @@ from fp8plan.runtime.apply.engine.prefixes import Hashed, Prefixes
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12)
 
 
-@given(SEQUENCES, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 5))
-def test_the_longest_prefix_is_that_of_a_plain_search(known: list[list[int]], sequence: list[int], chunk: int) -> None:
+@given(SEQUENCES, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 5), st.integers(0, 9))
+def test_the_longest_prefix_is_that_of_a_plain_search(
+    known: list[list[int]], sequence: list[int], chunk: int, first: int
+) -> None:
+    """Also of sequences that went on after their first tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "CHUNK", chunk)
         memory = Prefixes[list[int]]()
         for each in known:
-            memory.at(Hashed(each)).append(each)
+            memory.at(Hashed(each[:first]).followed_by(each[first:])).append(each)
         longest = max((each for each in known if sequence[: len(each)] == each), key=len, default=None)
         values = memory.beginning(Hashed(sequence))
     assert values == ([] if longest is None else [longest] * known.count(longest))
-
-
-@given(st.lists(st.integers(0, 2), max_size=20), st.lists(st.integers(0, 2), max_size=20), st.integers(1, 5))
-def test_a_sequence_that_goes_on_is_hashed_as_if_it_were_whole(prompt: list[int], more: list[int], chunk: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "CHUNK", chunk)
-        whole = Hashed(prompt).followed_by(more)
-        assert (whole.tokens, whole.chunks, whole.key) == ([*prompt, *more], *_of(Hashed([*prompt, *more])))
-
-
-def _of(tokens: Hashed) -> tuple[list[int], prefixes.Key]:
-    return tokens.chunks, tokens.key
 
 
 def test_values_that_are_taken_away_leave_the_shorter_prefix() -> None:

@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -219,15 +220,15 @@ def test_rollouts_one_after_the_other_are_joined_with_their_turns() -> None:
     assert both.batch.lengths.tolist() == [5 + 7 + 2, 5 + 3, 5, 6]
 
 
-@pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("wrong", [3, "two"])
+TURNS_OF_ANOTHER_FORM = ([3, 4], [[7], [3]], [[(7, 0)], [(3, 0)]], [[("7", 0, 0)], [(3, 0, 0)]])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [*product(LISTS, (3, "two")), *(("turns", wrong) for wrong in TURNS_OF_ANOTHER_FORM)]
+)
 def test_a_list_of_another_form_is_refused_with_one_to_type(name: str, wrong: Any) -> None:
     lengths = {"prompt_lengths": [5, 5], "response_lengths": [7, 3]}
-    with pytest.raises(ConfigError, match=re.escape(f"{name} is {wrong!r}; allowed: a list, such as {LISTS[name]}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{name} is {wrong!r:.60}; allowed: a list, such as {LISTS[name]}")
+    ):
         Observation(1.0, **(lengths | {name: wrong}))
-
-
-@pytest.mark.parametrize("turns", [[3, 4], [[7], [3]], [[(7, 0)], [(3, 0)]], [[("7", 0, 0)], [(3, 0, 0)]]])
-def test_turns_of_another_form_are_refused_with_some_to_type(turns: Any) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"turns is {turns!r:.60}; allowed: a list, such as [[[300, 1200,")):
-        Observation(1.0, [5, 5], [7, 3], turns=turns)
