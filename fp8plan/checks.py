@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
@@ -28,7 +26,6 @@ UNITS: Final = (
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?min\b", 60),
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?h\b", 3600),
 )
-INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
@@ -56,17 +53,6 @@ def seconds_in(variable: str, default: float) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{variable} is {text!r}; allowed: seconds above 0, {default:g} without it")
     return seconds
-
-
-def arrow(needed_for: str, module: str = "pyarrow") -> Any:
-    """Return pyarrow or a module of it, which an extra installs. Raises ConfigError if it is not installed.
-
-    needed_for: the start of the error
-    """
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ConfigError(f"{needed_for} needs pyarrow; type: pip install 'fp8plan[parquet]'") from None
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
@@ -176,9 +162,3 @@ def number_hint(text: str) -> str:
 
 def _without_unit(factor: float, written: re.Match[str]) -> str:
     return f"{float(written[1]) * factor:.12g}"
-
-
-def check_torch(what: str) -> None:
-    """Look for torch, which `what` needs, without importing it. Raises ConfigError if it is not installed."""
-    if find_spec("torch") is None:
-        raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")

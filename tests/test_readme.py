@@ -37,7 +37,8 @@ from fp8plan import cli  # noqa: E402
 from fp8plan.cli import program  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
-from fp8plan.runtime.watch.controller.laws import Decision, LevelThresholds  # noqa: E402
+from fp8plan.runtime.watch.controller.laws import LevelThresholds  # noqa: E402
+from fp8plan.runtime.watch.controller.state import Decision  # noqa: E402
 
 PAGES = readme.pages()
 # Read as files, not as pages of the site: `make docs` checks the links of the site.

@@ -29,6 +29,7 @@ from fp8plan.model.risk.expected import COUNTED_TIS, THRESHOLD
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import held_back
+from fp8plan.runtime.apply.weight_sync.kv_scales import MARGIN
 from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 from fp8plan.views.report import plan_report
@@ -201,7 +202,7 @@ class Loop:
         """Make the policy's weights serve. noise: as in `tensors`"""
         kv = {}
         if self.engine.state.fp8_kv and self.arm.kv_scales == "unit":
-            largest = E4M3_MAX / self.engine.state.settings.kv_margin
+            largest = E4M3_MAX / MARGIN
             kv = {"kv_amax": {layer: [largest] * 3 for layer in self.engine.kv_scales()}}
         self.engine.sync_weights(self.tensors(noise), **kv)
 

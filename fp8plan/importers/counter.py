@@ -16,6 +16,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.importers import notes
 from fp8plan.importers.logged import Measured, Note, Request, Text, name_of, without_waits
 from fp8plan.importers.turn_boundaries import Texts, split
+from fp8plan.packages import package
 from fp8plan.schemas import parse
 
 BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 times as many bytes
@@ -27,12 +28,9 @@ def load_tokenizer(name: str) -> Any:
 
     name: a hub id, or a folder with the tokenizer's files
     """
+    transformers = package("transformers", "counting the tokens of text", "transformers")
     try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError("counting the tokens of text needs transformers; type: pip install transformers") from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # from the hub, the file system, or the tokenizer's own format
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

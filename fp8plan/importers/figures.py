@@ -14,13 +14,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note
 from fp8plan.importers.notes import TORN_FIGURE
 from fp8plan.jsonl import TORN, lines, torn_note
+from fp8plan.packages import package
 
+EVENT_FILES: Final = "tensorboard.backend.event_processing.event_accumulator"
 Figures = dict[int, dict[str, float]]  # step -> name -> value
 STEP = re.compile(r"\bstep:(\S+) - (.*)")
 # A name and a number. numpy prints np.float64(1.5), and Ray writes "[repeated 2x across cluster]" behind a line.
@@ -69,11 +71,8 @@ def _kinds() -> str:
 
 
 def _tensorboard(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError:
-        raise ConfigError(f"reading {path} needs TensorBoard; type: pip install 'fp8plan[monitor]'") from None
-    log = EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: all of them
+    events = package(EVENT_FILES, f"reading {path}", "'fp8plan[monitor]'")
+    log = events.EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: all of them
     log.Reload()
     for name in log.Tags()["scalars"]:
         yield from ((event.step, {name: event.value}) for event in log.Scalars(name))

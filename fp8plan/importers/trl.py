@@ -19,9 +19,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from fp8plan.checks import arrow
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note, Request, Source, Text
+from fp8plan.packages import PARQUET, package
 
 ROWS: Final = 64  # read at once
 
@@ -39,7 +39,7 @@ def repeats(file: Path, before: Path) -> bool:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    parquet = arrow(f"reading {file}", "pyarrow.parquet")
+    parquet = package("pyarrow.parquet", f"reading {file}", PARQUET)
     try:
         with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
             for batch in table.iter_batches(ROWS, columns=["prompt", "completion"]):

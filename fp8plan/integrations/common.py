@@ -18,7 +18,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import TIS_START
 from fp8plan.model.risk.remedies import NO_REMEDIES
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.apply.weight_sync.kv_scales import device_scales
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.this_host import TIMED
 from fp8plan.runtime.watch.controller.fit import constant, default_law
@@ -217,13 +217,11 @@ def safer_than(running: str, action: Action, escalate: Escalation | None) -> str
 def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
     """The report of a sync with a server. status: as Front.status; seconds: duration, as the client saw it"""
     update, scales = status["last_update"], status["kv_scales"]
-    layers = scales["scales"] if scales else {}
-    parts = {layer: [float(values[part]) for part in PARTS] for layer, values in layers.items()}
     known = {field.name for field in fields(SyncReport)}
     return SyncReport(
         **{name: value for name, value in update.items() if name in known and name != "seconds"},
         seconds=update["seconds"] | {"total": seconds},
-        kv_scales=parts if scales else None,
+        kv_scales=device_scales(scales["scales"]) if scales else None,
         kv_source=scales and scales["source"],
         scored_k3=None,
     )

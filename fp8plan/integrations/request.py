@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Final
 
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.common import print_table
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.hardware import find_gpu
@@ -137,6 +139,19 @@ def _limits(rollouts: Rollouts, own: Mapping[str, Any], typed: Mapping[str, Any]
         limits.setdefault("max_num_seqs", Lowerable(rollouts.responses))
         limits.setdefault("max_num_batched_tokens", max(rollouts.all_at_once, rollouts.responses))
     return limits
+
+
+def printed_plan(rollouts: Rollouts, fields: Mapping[str, Any], work: Mapping[str, Any]) -> Plan:
+    """Print the table of the plan for a configuration's rollouts, and return the plan. Nothing is started.
+
+    fields: of PlanRequest; work: fields of Workload. Both go before the configuration
+
+    Raises ConfigError for a field that PlanRequest does not have, and the errors of `fp8plan.plan`.
+    """
+    refuse_names("planned", fields, tuple(PlanRequest.__dataclass_fields__))
+    plan = plan_of_words(words_of(rollouts, {PlanRequest: fields, Workload: work}))
+    print_table(plan)
+    return plan
 
 
 def plan_of_words(words: Words, timed: str = "here") -> Plan:

@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.checks import arrow, is_number, nearest, number_hint
+from fp8plan.checks import is_number, nearest, number_hint
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import lines
+from fp8plan.packages import PARQUET, package
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
@@ -290,7 +291,7 @@ def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
     """The value of `read` for the pyarrow.parquet.ParquetFile at `path`. Raises ConfigError if it cannot be read."""
     if not path.exists():
         raise ConfigError(f"there is no trace file {path}")
-    parquet = arrow(f"reading {path}", "pyarrow.parquet")
+    parquet = package("pyarrow.parquet", f"reading {path}", PARQUET)
     try:
         with parquet.ParquetFile(path) as file:
             return read(file)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.starts.cases import GPUS, KINDS
 from benchmarks.starts.table import alike, rows, table, why
 from fp8plan.model.precision import PRESETS, presets_of
-from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES, LIVE_SCALES
 
 
 def test_every_kind_has_a_row_on_every_gpu_in_every_precision() -> None:

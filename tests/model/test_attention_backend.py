@@ -13,7 +13,7 @@ from fp8plan.model.attention_backend import KEEPS_SCALES, Backend, attention_bac
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.precision import BF16, FP8_KV, PRESETS
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES, LIVE_SCALES
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
 HEADS = [64, 80, 128, 256]

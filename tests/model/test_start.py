@@ -18,8 +18,7 @@ from kv_families import FAMILIES as KV_FAMILIES
 from benchmarks.starts.cases import KINDS, RESULTS, Case, cases_of, kinds, run
 from fp8plan import jsonl
 from fp8plan.model.architecture.families import FAMILIES
-from fp8plan.runtime.apply.engine.launch import has_fixed_scales
-from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES, LIVE_SCALES, has_fixed_scales
 from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm

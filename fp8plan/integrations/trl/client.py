@@ -21,7 +21,8 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.integrations.trl.settings import SAMPLED
 from fp8plan.model.limits import LIMITS
 from fp8plan.runtime.apply.doctor.over_http.answers import Models, samples, total
-from fp8plan.runtime.apply.engine.rollout_log import COUNTERS, Response, gains
+from fp8plan.runtime.apply.engine.counters import COUNTERS, gains
+from fp8plan.runtime.apply.engine.rollout_log import Response
 from fp8plan.runtime.apply.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.apply.server.rollout import SAMPLING
 from fp8plan.runtime.apply.worker.backend import StoreCommunicator, meet, send

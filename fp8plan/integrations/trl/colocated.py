@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.engine.launch import Launch
 from fp8plan.runtime.apply.server.rollout import enough
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_named
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
@@ -40,11 +42,13 @@ class PolicyTensors(VLLMGeneration):
     before_sync: called before each sync, to follow a verdict's advice
     rollout:     all that is generated in its `with` is one rollout
 
+    engine: a RolloutEngine, or a ServerEngine
     report: report of the last sync; None before the first
 
     Raises ConfigError for a quantised policy.
     """
 
+    engine: Any
     _sent: Sent | None = None
 
     def __init__(
@@ -65,10 +69,11 @@ class PolicyTensors(VLLMGeneration):
         with self._rollout():
             return super().generate(*args, **kwargs)
 
-    @property
+    @cached_property
     def expected(self) -> Manifest | None:
-        """The tensors of the checkpoint; None if they are not known."""
-        raise NotImplementedError
+        """The tensors of the checkpoint; None if it is not on this machine."""
+        launched: Launch = self.engine.launch
+        return launched.checkpoint()
 
     def announced(self) -> Sent:
         """Name, dtype and shape of the tensors of every sync. Gathering them takes all processes.
@@ -193,7 +198,3 @@ class PlannedGeneration(PolicyTensors):
         sent, kv_prompts = self.announced(), self.kv_prompts
         self.report = self.engine.sync_weights(self.copies(sent), manifest=sent, kv_prompts=kv_prompts)
         self.kv_prompts = None
-
-    @property
-    def expected(self) -> Manifest | None:
-        return self.engine.state.expected

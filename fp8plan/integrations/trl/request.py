@@ -12,14 +12,10 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
-from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import print_table
-from fp8plan.integrations.request import Rollouts, plan_of_words, words_of
+from fp8plan.integrations.request import Rollouts, printed_plan
 from fp8plan.model.distributions import Trace
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.workload import Workload
 
 MOST_PROMPTS: Final = 256  # rows of the dataset whose lengths are read, spread evenly
 BATCHED_TOKENS: Final = 4096  # TRL's token budget of a step, which leaves memory to the trainer
@@ -42,12 +38,8 @@ def planned(
 
     Raises ConfigError for a configuration that no plan supports, and the errors of `fp8plan.plan`.
     """
-    refuse_names("planned", fields, tuple(PlanRequest.__dataclass_fields__))
     work = dataset_lengths(args, dataset, model, processing_class)
-    typed = {PlanRequest: {"model": model, "gpu": gpu, **fields}, Workload: work}
-    plan = plan_of_words(words_of(rollouts_of(args), typed))
-    print_table(plan)
-    return plan
+    return printed_plan(rollouts_of(args), {"model": model, "gpu": gpu, **fields}, work)
 
 
 def check_args(args: Any) -> None:

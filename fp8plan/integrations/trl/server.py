@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Final
 
 from accelerate.utils import broadcast_object_list
@@ -19,16 +17,15 @@ from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.runtime.apply.engine.judge import Judge
+from fp8plan.runtime.apply.engine.judge import Judge, Judging
 from fp8plan.runtime.apply.engine.launch import Launch, facts_of
 from fp8plan.runtime.apply.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.apply.engine.rollout_log import RolloutLog
 from fp8plan.runtime.apply.plugin import STATUS
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.watch.guard.guard import Guard, Verdict
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.watch.guard.guard import Guard
+from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +78,7 @@ def _faults(served: Served, launched: Launch) -> Iterator[str]:
         yield f"cannot be used: {error}"
 
 
-class ServerEngine:
+class ServerEngine(Judging):
     """The engine of a server, with the part of RolloutEngine that a Monitor and a trainer use.
 
     launch:    the plan that runs
@@ -107,18 +104,9 @@ class ServerEngine:
             except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
                 self.guard_off = str(error)
 
-    @cached_property
-    def expected(self) -> Manifest | None:
-        """The tensors of the checkpoint; None if it is not on this machine."""
-        return self.launch.checkpoint()
-
     def engine_facts(self) -> EngineFacts:
         """The running engine, as the guard needs it."""
         return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"], self._not_predicted)
-
-    def rollout(self) -> AbstractContextManager[None]:
-        """Open a rollout, as RolloutEngine.rollout does; all calls of the client in this `with` belong to it."""
-        return self._judge.rollout()
 
     def _count(self, call: Call) -> None:
         now = time.perf_counter()
@@ -131,23 +119,9 @@ class ServerEngine:
 
         self._judge.count(add, call.seconds)
 
-    @property
-    def verdict(self) -> Verdict | None:
-        """The guard's verdict on the last rollout, with the advice that stands."""
-        return self._judge.verdict
-
-    @property
-    def observation(self) -> Observation | None:
-        """The last rollout, as the client saw it."""
-        return self._judge.last.observation
-
     def synced(self) -> None:
         """Note that the server has new weights."""
         self._judge.synced()
-
-    def report_kl(self, kl_k3: float) -> None:
-        """Report the k3 of the last rollout; the verdict on the next one counts it."""
-        self._judge.report_kl(kl_k3)
 
     def apply(self, action: Action, escalate: Escalation | None = None) -> None:
         """Log the words to type for a step down: the server is another program."""
@@ -214,10 +188,6 @@ class PlannedServer(PolicyTensors):
             self.vllm_client = client
             client.init_communicator(device=self.accelerator.device)
         self.accelerator.wait_for_everyone()
-
-    @property
-    def expected(self) -> Manifest | None:
-        return self.engine.expected
 
     def sync_weights(self) -> None:
         """Sync all of the policy's weights. The server checks them, and measures KV scales if its cache is FP8.

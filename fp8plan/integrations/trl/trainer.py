@@ -209,9 +209,8 @@ class GRPOTrainer(Planned, trl.GRPOTrainer):
         step = self.monitor.step(train, rollout, mask.bool(), metrics=reward, routing_differs=self._replays.differing)
         ratio = ratio_of(step, mask)
         output["importance_sampling_ratio"] = ratio
-        action = Action.NONE if step.verdict is None else step.verdict.action
-        self._advice = (action, step.decided.escalate)
-        if action != Action.NONE and step.verdict is not None and self._advice != self._logged:
+        self._advice = (step.action, step.decided.escalate)
+        if step.action != Action.NONE and step.verdict is not None and self._advice != self._logged:
             logger.warning("fp8plan: %s", step.verdict.reason)
         preset = self._engine().launch.setup.precision
         self._log_step(metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])

@@ -20,10 +20,9 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.common import TrainerSettings, check_model, print_table, read_plan, read_settings
-from fp8plan.integrations.request import Rollouts, plan_of_words, words_of
+from fp8plan.integrations.common import TrainerSettings, check_model, read_plan, read_settings
+from fp8plan.integrations.request import Rollouts, plan_of_words, printed_plan, words_of
 from fp8plan.integrations.verl.name import NAME
 from fp8plan.model.emit.trainers import FP32_SCALES, VERL, precision_of
 from fp8plan.model.limits import VERLS, fields_of
@@ -316,10 +315,7 @@ def planned(config: Any, **fields: Any) -> Plan:
 
     Raises ConfigError as `rollouts_in` does, and the errors of `fp8plan.plan`.
     """
-    refuse_names("planned", fields, tuple(PlanRequest.__dataclass_fields__))
-    plan = plan_of_words(words_of(rollouts_in(config), {PlanRequest: fields}))
-    print_table(plan)
-    return plan
+    return printed_plan(rollouts_in(config), fields, {})
 
 
 def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:

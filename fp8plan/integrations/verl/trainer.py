@@ -153,11 +153,10 @@ class PlannedTrainer:
 
     def _advise(self, step: Step) -> None:
         """Log the advice of the guard, or else of the controller: verl's engines are not restarted in a run."""
-        action = Action.NONE if step.verdict is None else step.verdict.action
         running = self._planned.precision.name
-        safer = safer_than(running, action, step.decided.escalate)
+        safer = safer_than(running, step.action, step.decided.escalate)
         if safer is not None:
-            why = step.decided.reason if step.verdict is None or action == Action.NONE else step.verdict.reason
+            why = step.decided.reason if step.verdict is None or step.action == Action.NONE else step.verdict.reason
             logger.warning(
                 "fp8plan advises a step down from %s: %s; go on from a checkpoint with +%s.choice=%s", running, why,
                 WHERE, safer,

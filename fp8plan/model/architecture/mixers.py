@@ -9,6 +9,7 @@ the family's config says otherwise (`state_element_bytes`). Convolutions are lin
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -78,7 +79,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(ABC):
     """A mixer, an MLP or experts. hidden: the model's width. tp: tensor-parallel ranks.
 
     bf16:   names of the linears that stay in BF16: those that an FP8 checkpoint lists, or that the user keeps
@@ -88,21 +89,21 @@ class Part:
     bf16: frozenset[str] = field(default=frozenset(), kw_only=True)
     stored: Literal["", "fp8"] = field(default="", kw_only=True)
 
+    @abstractmethod
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         """The matrices of one rank, as vLLM fuses and cuts them, without those of routed experts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vectors(self, hidden: int, tp: int = 1) -> int:
         """BF16 elements on one rank outside of the linears: norms, biases, convolutions, gates."""
-        raise NotImplementedError
 
     def parameters(self, hidden: int) -> int:
         """Elements that a checkpoint holds."""
         return sum(linear.elements for linear in self.linears(hidden)) + self.vectors(hidden)
 
+    @abstractmethod
     def cuts(self) -> tuple[Size, ...]:
         """The sizes that tensor parallelism must divide."""
-        raise NotImplementedError
 
     def held(self, *linears: Linear) -> tuple[Linear, ...]:
         """The linears as the checkpoint holds them, or the user keeps them."""

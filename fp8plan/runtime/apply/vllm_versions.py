@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from fp8plan.checks import INSTALL, check_torch
 from fp8plan.errors import ConfigError
+from fp8plan.packages import INSTALL, check_torch
 from fp8plan.version import LAST, RANGE, is_newer, is_supported
 
 
@@ -250,7 +250,7 @@ PATCHES: Final = (
         "reads",
         "REGISTRY, restricted_registry, num_preemptions_total, prefix_cache_queries_total, prefix_cache_hits_total, "
         "cache_config, last_token_ts",
-        "engine/judge.py, engine/rollout_log.py",
+        "engine/judge.py, engine/rollout_log.py, engine/counters.py",
         "three counters of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds; the end of a "
         "response, which may come before that of its call: the wait for a tool begins there",
     ),

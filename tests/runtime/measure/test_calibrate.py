@@ -141,7 +141,7 @@ def test_a_card_without_fp8_is_asked_for_bf16_alone(machine: Callable[..., Machi
     names = "attention_decode", "attention_mixed", "attention_prefill", "kv_write"
     assert asked["attention"] == [f"{name}.bf16" for name in names]
     assert asked["moe"] == ["moe.bf16"]
-    assert asked["elementwise"] == ["activation", "norm", "rotary", "sampling.v1", "sampling.v2"]
+    assert asked["elementwise"] == ["activation", "norm", "rotary", "sampling.v2"]
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.apply.doctor.observed import Compared, RankWeights, Temperatures
 from fp8plan.runtime.apply.engine.base import driven, requests
+from fp8plan.runtime.apply.engine.counters import SINCE_START, counts
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Rpc, rpc
 from fp8plan.runtime.apply.weight_sync.kv_scales import Amax, largest
 from fp8plan.runtime.apply.weight_sync.manifest import pairs_of
@@ -178,13 +179,6 @@ def _compared(logprobs: Sequence[float], others: Sequence[float], cached: int | 
     return Compared(len(ratios), float(np.abs(ratios).mean()), float(k3(ratios).mean()), cached)
 
 
-# Field of an Observed -> a counter of an LLM.
-COUNTERS: Final = {
-    "preemptions": "vllm:num_preemptions",
-    "requests": "vllm:request_success",
-    "prefix_cache_queries": "vllm:prefix_cache_queries",
-    "prefix_cache_hits": "vllm:prefix_cache_hits",
-}
 ATTACH: Final = f"LLM(..., worker_extension_cls={EXTENSION!r}), or export VLLM_ALLOW_INSECURE_SERIALIZATION=1"
 
 
@@ -225,11 +219,6 @@ def asking_llm(llm: LLM) -> Ask:
 
 def counts_of(llm: LLM) -> dict[str, Any]:
     """A plain LLM's counts since its start, by field of an Observed. Raises ConfigError without statistics."""
-    try:
-        metrics = llm.get_metrics()
-    except Exception:  # an AssertionError in 0.30
-        raise ConfigError("the LLM keeps no statistics; type: LLM(..., disable_log_stats=False)") from None
-    return {
-        field: int(sum(getattr(metric, "value", 0) for metric in metrics if metric.name == name))
-        for field, name in COUNTERS.items()
-    }
+    if not llm.llm_engine.log_stats:
+        raise ConfigError("the LLM keeps no statistics; type: LLM(..., disable_log_stats=False)")
+    return counts(SINCE_START)

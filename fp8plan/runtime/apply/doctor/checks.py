@@ -27,7 +27,7 @@ from fp8plan.runtime.apply.doctor.observed import (
     unknown,
     warning,
 )
-from fp8plan.runtime.apply.weight_sync.kv_scales import INSTEAD, keeps_scales
+from fp8plan.runtime.apply.weight_sync.fixed_scales import INSTEAD, keeps_scales
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits
 from fp8plan.runtime.watch.guard.causes import MANY_PREEMPTIONS

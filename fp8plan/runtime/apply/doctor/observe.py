@@ -27,8 +27,8 @@ from fp8plan.runtime.apply.doctor.ask import (
 from fp8plan.runtime.apply.doctor.observed import Observed
 from fp8plan.runtime.apply.doctor.over_http.client import CannotLook
 from fp8plan.runtime.apply.weight_sync.calls import Call, rpc
+from fp8plan.runtime.apply.weight_sync.kv_calibration import random_prompts
 from fp8plan.runtime.apply.weight_sync.scored import Scored
-from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.tokens import refuse_tokens
@@ -108,8 +108,7 @@ def observe_engine(engine: AnyEngine, ask: Ask, request: Request) -> Observed:
 def observe_llm(llm: LLM, request: Request) -> Observed:
     """Observe a plain vllm.LLM. Raises ConfigError while requests run."""
     notes, config = Notes(), llm.llm_engine.vllm_config
-    state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
-    state.longest_prompt, state.vocabulary = config.model_config.max_model_len - 1, config.model_config.get_vocab_size()
+    state = SyncState.of(config)
     counted = notes.of("counts", lambda: counts_of(llm)) or {}  # before the doctor's own requests
     fields = _inside(asking_llm(llm), state, request, request.prompts or (), notes, config.model_config.max_logprobs)
     facts: Mapping[str, Any] = fields["ranks"][0] if fields["ranks"] else {}
@@ -189,11 +188,7 @@ def _probes(sequences: Sequence[Sequence[int]], state: SyncState) -> list[list[i
     room = max(1, min(PROMPT_TOKENS, (state.longest_prompt or 2 * PROMPT_TOKENS) - DECODED))
     if sequences:
         return [list(tokens[:room]) for tokens in sequences[:MOST_PROMPTS]]
-    import numpy as np
-
-    size = (MOST_PROMPTS, room)
-    random: list[list[int]] = np.random.default_rng(0).integers(0, state.vocabulary or 1000, size).tolist()
-    return random
+    return random_prompts(state.vocabulary, room, MOST_PROMPTS)
 
 
 def measured_on(

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Final
 
 from fp8plan.errors import some
-from fp8plan.runtime.apply.doctor.observed import Finding, Observed, fault, ok, unknown
+from fp8plan.runtime.apply.doctor.observed import NOTHING, Finding, Observed, fault, ok, unknown
 
 # Allowed k3 per token. Kernels that add in another order leave 0.0001 to 0.003 between two ways through one engine; a
 # broken way shows 0.1 and more.
@@ -55,7 +55,7 @@ def version(seen: Observed) -> Finding:
 def weights(seen: Observed) -> Finding:
     """Live weights are sound, changed by syncs alone, and the trainer's."""
     if not seen.weights:
-        return unknown("weights", seen.unseen.get("weights", "nothing tells"))
+        return unknown("weights", seen.unseen.get("weights", NOTHING))
     if broken := _placed([[f"{name}: {why}" for name, why in rank.unsound.items()] for rank in seen.weights]):
         return fault("weights", "corrupted_layer", some(broken), SYNC)
     if changed := _placed([rank.changed or () for rank in seen.weights]):
@@ -92,7 +92,7 @@ def sync(seen: Observed) -> Finding:
     """
     backend, weights = seen.facts.get("weight_transfer"), seen.weights_format
     if "weight_transfer" not in seen.facts:
-        return unknown("sync", seen.unseen.get("ranks", "nothing tells"))
+        return unknown("sync", seen.unseen.get("ranks", NOTHING))
     if backend is None or "sparse" not in backend:
         return ok("sync", f"backend {backend}" if backend else "vLLM has no backend of weight updates")
     if weights is None:

@@ -9,6 +9,7 @@ Each public call is a procedure: a generator that yields Calls (apply.weight_syn
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.judge import How
-from fp8plan.runtime.apply.engine.launch import Launch, facts_of, has_fixed_scales
+from fp8plan.runtime.apply.engine.launch import Launch, facts_of
 from fp8plan.runtime.apply.engine.remembered import Remembered
 from fp8plan.runtime.apply.engine.warm_up import warm_up_batches
 from fp8plan.runtime.apply.interrupts import let_in, released
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
+from fp8plan.runtime.apply.weight_sync.fixed_scales import learn_scales
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     RANDOM,
     kv_scales,
@@ -31,7 +33,6 @@ from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     refuse_calibration,
     rescaled,
 )
-from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
@@ -66,7 +67,7 @@ Amaxes = Mapping[str, Sequence[float]]  # layer -> largest |q|, |k|, |v|
 Prompts = Sequence[Sequence[int]]  # token ids of each
 
 
-class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
+class EngineBase(ABC, Generic[Made, Report, Source, LiveScales, Done]):
     """An engine or a fleet, and all that fp8plan knows of it.
 
     launch: how it was started
@@ -168,9 +169,9 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
         """
         return self.drive(self._scales_in_use())
 
+    @abstractmethod
     def drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         """Run a procedure to its end, and return what it returns; under asyncio, a coroutine that does."""
-        raise NotImplementedError
 
     @property
     def serving(self) -> bool:
@@ -201,15 +202,11 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
         longest, self.state.vocabulary = self.sizes()
         self.state.longest_prompt = longest - 1
         self.launch = self.launch.holding(longest)
-        self.state.kv_scales, self.state.kv_clipped = None, {}
-        self.state.kv_fixed = self.state.fp8_kv and has_fixed_scales(self.facts)
-        if self.state.fp8_kv:  # 1.0, or the checkpoint's own
-            workers = yield from rpc("fp8plan_kv_scales")
-            self.state.kv_scales = {layer: [parts[part] for part in PARTS] for layer, parts in workers[0].items()}
+        yield from learn_scales(self.state, self.facts)
 
+    @abstractmethod
     def sizes(self) -> tuple[int, int]:
         """Return the longest request and the model's vocabulary, in tokens."""
-        raise NotImplementedError
 
     @property
     def _longest(self) -> int:

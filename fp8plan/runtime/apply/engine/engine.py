@@ -19,8 +19,9 @@ from __future__ import annotations
 import gc
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError
@@ -35,7 +36,7 @@ from fp8plan.runtime.apply.engine.base import (
     requests,
     until_reset,
 )
-from fp8plan.runtime.apply.engine.judge import Judge
+from fp8plan.runtime.apply.engine.judge import Judge, Judging
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.engine.returned_experts import refuse_request
@@ -53,54 +54,18 @@ from fp8plan.runtime.watch.guard.fallback import GuardSettings
 if TYPE_CHECKING:
     from fp8plan.model.architecture.kept import Kept
     from fp8plan.model.setup import EngineSetup
-    from fp8plan.runtime.watch.guard.guard import Verdict
-    from fp8plan.runtime.watch.guard.observation import Observation
 
 Answer = TypeVar("Answer")
 MODES = ("inprocess", "multiprocess")
 
 
-class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Done]):
+class VllmEngine(Judging, EngineBase[Made, Report, Source, LiveScales, Done]):
     """One vLLM, in this process or in one of its own.
 
     mode: "inprocess" or "multiprocess": where vLLM's engine runs
     """
 
     mode: Literal["inprocess", "multiprocess"] = "multiprocess"
-    _judge: Judge
-
-    def rollout(self) -> AbstractContextManager[None]:
-        """Open a rollout: all calls of `generate` in this `with` belong to one batch, and are judged once.
-
-        Until the first `with engine.rollout():` every `generate` of a RolloutEngine is a rollout of its own. From then
-        on a call outside is not judged, recorded or calibrated on. A rollout inside another is part of it; one that
-        ends by an exception is not judged.
-        """
-        return self._judge.rollout()
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """The guard's verdict on the last rollout. None before the first, and without a guard (`guard_off` says why).
-
-        Its action is the advice that stands: that of this rollout or of an earlier one, until `apply` has done it. A
-        thread works the verdict out while the trainer goes on. Reading it waits for that thread.
-        """
-        return self._judge.verdict
-
-    @property
-    def observation(self) -> Observation | None:
-        """The lengths, seconds, preemptions and sampling of the last rollout; None before the first.
-
-        Several rollouts that were opened since the last sync, or since a Monitor's last step, are one observation.
-        """
-        return self._judge.last.observation
-
-    def report_kl(self, kl_k3: float) -> None:
-        """Report the trainer's mean k3 between its policy and the last rollout's, in nats per token.
-
-        The verdict on the next rollout takes it into account. Raises ConfigError if it is not finite.
-        """
-        self._judge.report_kl(kl_k3)
 
     def sleep(self, level: int = 1) -> Done:
         """Call vLLM's sleep (enable_sleep_mode=True). Level 1 keeps the weights on the host.
@@ -193,8 +158,9 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Done]):
         gc.unfreeze()
         gc.collect()
 
+    @abstractmethod
     def _shut_down(self) -> None:
-        raise NotImplementedError
+        """Shut vLLM down."""
 
 
 class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str, dict[str, float]], None]):

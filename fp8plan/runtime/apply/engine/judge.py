@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -182,3 +182,42 @@ class Judge:
         if self._engine.guard is not None:
             self._engine.guard_off = result.off
         return result
+
+
+class Judging:
+    """An engine whose rollouts a Judge puts together."""
+
+    _judge: Judge
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """Open a rollout: all calls of `generate` in this `with` belong to one batch, and are judged once.
+
+        Until the first `with engine.rollout():` every `generate` of a RolloutEngine is a rollout of its own. From then
+        on a call outside is not judged, recorded or calibrated on. A rollout inside another is part of it; one that
+        ends by an exception is not judged.
+        """
+        return self._judge.rollout()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The guard's verdict on the last rollout. None before the first, and without a guard (`guard_off` says why).
+
+        Its action is the advice that stands: that of this rollout or of an earlier one, until `apply` has done it. A
+        thread works the verdict out while the trainer goes on. Reading it waits for that thread.
+        """
+        return self._judge.verdict
+
+    @property
+    def observation(self) -> Observation | None:
+        """The lengths, seconds, preemptions and sampling of the last rollout; None before the first.
+
+        Several rollouts that were opened since the last sync, or since a Monitor's last step, are one observation.
+        """
+        return self._judge.last.observation
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Report the trainer's mean k3 between its policy and the last rollout's, in nats per token.
+
+        The verdict on the next rollout takes it into account. Raises ConfigError if it is not finite.
+        """
+        self._judge.report_kl(kl_k3)

@@ -28,7 +28,7 @@ from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, 
 from fp8plan.runtime.apply.engine.returned_experts import refuse_dense
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
-from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
+from fp8plan.runtime.apply.weight_sync.fixed_scales import has_fixed_scales, keeps_scales
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.worker.extension import EXTENSION
 from fp8plan.runtime.watch.guard.observation import EngineFacts, kernel_names
@@ -142,27 +142,6 @@ def workers_of(setup: EngineSetup, more: Mapping[str, Any]) -> int:
     size: int = more.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
     others = ("pipeline_parallel_size", "prefill_context_parallel_size")
     return size * math.prod(int(more.get(name) or 1) for name in others)
-
-
-def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
-    """Return True if an engine with an FP8 KV cache keeps the scales that it started with; False if syncs set them.
-
-    facts: a worker's (runtime.apply.worker.facts)
-
-    Raises ConfigError for attention of which neither is known, and for CUDA graphs that hide what it reads.
-    """
-    unknown = sorted(set(facts["attention"]).difference(LIVE_SCALES, FIXED_SCALES))
-    if unknown or not facts["attention"]:
-        raise ConfigError(
-            f"attention runs as {', '.join(unknown) or 'no class'}, and fp8plan does not know whether it reads new KV "
-            f"scales; allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} (type {INSTEAD})"
-        )
-    if facts["cudagraph_mode"] == "FULL":
-        raise ConfigError(
-            "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
-            "FULL_AND_PIECEWISE, vLLM's default, or any other"
-        )
-    return keeps_scales(facts["attention"])
 
 
 def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str]) -> EngineFacts:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from fp8plan.model.turn_table import Turn
-from fp8plan.runtime.apply.engine.prefixes import Prefixes
+from fp8plan.runtime.apply.engine.counters import counts, gains
+from fp8plan.runtime.apply.engine.prefixes import Hashed, Key, Prefixes
 from fp8plan.runtime.apply.engine.warm_up import compiled_files
 from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, Sampling
-
-# vLLM's counters, in Prometheus's default registry and on a server's /metrics -> fields of an Observation.
-COUNTERS: Final = {
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:prefix_cache_queries_total": "prefix_cache_queries",
-    "vllm:prefix_cache_hits_total": "prefix_cache_hits",
-}
 
 
 class Response(NamedTuple):
@@ -57,11 +51,11 @@ class Request(NamedTuple):
 class Trajectory:
     """A request, and those whose prompts go on from it.
 
-    name:  a number for its first prompt
+    name:  the identity of its first prompt
     taken: a prompt of the call that is being added goes on from its last response
     """
 
-    name: int
+    name: Key
     requests: list[Request] = field(default_factory=list)
     taken: bool = False
 
@@ -109,14 +103,14 @@ class RolloutLog:
     _before: dict[str, int] | None = None
 
     def begin(self) -> None:
-        """Count what `counts` counts from now on, unless it has begun already."""
+        """Count vLLM's counts and the compiled kernels from now on, unless it has begun already."""
         if self._before is None:
-            self._before = counts()
+            self._before = _counts()
 
     def end(self) -> None:
         """Count up to now, if `begin` was called."""
         if self._before is not None:
-            self.counted = gains(self._before, counts())
+            self.counted = gains(self._before, _counts())
 
     def add(
         self, begun: float, ended: float, responses: Iterable[Response], sampling: Any, mode: str = PROCESSED
@@ -131,20 +125,21 @@ class RolloutLog:
             return
         self.samplings.append((sampling, mode))
         # All are looked up before any is noted: responses of one call do not continue each other.
-        before = [self._taken(response.prompt, begun) for response in known]
-        for (prompt, answer, answered), trajectory in zip(known, before, strict=True):
+        prompts = [Hashed(response.prompt) for response in known]
+        before = [self._taken(prompt, begun) for prompt in prompts]
+        for prompt, (_, answer, answered), trajectory in zip(prompts, known, before, strict=True):
             if answered is None or not begun <= answered <= ended:  # another machine's clock
                 answered = ended
             if trajectory is None:
-                trajectory = Trajectory(hash(tuple(prompt)))
+                trajectory = Trajectory(prompt.key)
                 self.trajectories.append(trajectory)
             request = Request(len(prompt), len(answer), begun, ended, answered)
             trajectory.requests.append(request)
             trajectory.taken = False
-            self._sequences.at([*prompt, *answer]).append((request.tokens, trajectory))
+            self._sequences.at(prompt.followed_by(answer)).append((request.tokens, trajectory))
             self._prompts.at(prompt).append((request.prompt_tokens, trajectory))
 
-    def _taken(self, prompt: Sequence[int], begun: float) -> Trajectory | None:
+    def _taken(self, prompt: Hashed, begun: float) -> Trajectory | None:
         """Take the trajectory that a prompt continues, so that no other does; None if the prompt begins another.
 
         A prompt with other tokens in the place of the answer continues, too. If it is shorter than prompt and answer
@@ -180,7 +175,7 @@ class RolloutLog:
         if not self.trajectories:
             return None
         every = sorted(self.trajectories, key=lambda trajectory: trajectory.begun)
-        numbers: dict[int, int] = {}
+        numbers: dict[Key, int] = {}
         spans = [(each.begun, each.last.ended) for each in every]
         seconds, arrival_s = busy(spans)
         fields: dict[str, Any] = {
@@ -236,19 +231,5 @@ def _ended_s(output: Any) -> float | None:
     return ended_s
 
 
-def counts() -> dict[str, int]:
-    """The counts so far, by field of an Observation: COUNTERS that vLLM keeps, and compiled kernels on disk."""
-    from prometheus_client import REGISTRY
-
-    # Only these metrics: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
-    metrics = REGISTRY.restricted_registry([*COUNTERS]).collect()
-    totals = {"compiled_files": compiled_files()}
-    for sample in (sample for metric in metrics for sample in metric.samples if sample.name in COUNTERS):
-        name = COUNTERS[sample.name]
-        totals[name] = totals.get(name, 0) + int(sample.value)
-    return totals
-
-
-def gains(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """The growth of each count; 0 for one that shrank, as those of a restarted server do."""
-    return {name: max(0, count - before.get(name, 0)) for name, count in after.items()}
+def _counts() -> dict[str, int]:
+    return {"compiled_files": compiled_files(), **counts()}

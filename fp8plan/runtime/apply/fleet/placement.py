@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.packages import package
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import EngineFacts
@@ -13,13 +14,7 @@ from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 def ray() -> Any:
     """Return the ray package. Raises ConfigError if it is not installed."""
-    try:
-        import ray as package
-    except ImportError:
-        raise ConfigError(
-            "a fleet's replicas are Ray actors, and ray is not installed; type: pip install 'fp8plan[ray]'"
-        ) from None
-    return package
+    return package("ray", "a fleet", "'fp8plan[ray]'")
 
 
 def bundle(gpus: int, cpus: float) -> dict[str, float]:
@@ -37,13 +32,13 @@ def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
 
     Raises ConfigError if the cluster has too few, or if they stay taken.
     """
-    package = ray()
-    if not package.is_initialized():
-        package.init()
+    cluster = ray()
+    if not cluster.is_initialized():
+        cluster.init()
     from ray.util.placement_group import placement_group, remove_placement_group
 
     each = bundle(gpus, cpus)
-    refuse_too_few(each, replicas, package.cluster_resources())
+    refuse_too_few(each, replicas, cluster.cluster_resources())
     group = placement_group([each] * replicas, strategy="PACK")
     try:
         await_places(group, range(replicas), wait_s)

@@ -69,6 +69,16 @@ def name_of(prompt: Any) -> Hashable:
     return prompt if isinstance(prompt, str) else tuple(prompt or ())
 
 
+class Opened(NamedTuple):
+    """An open rollout.
+
+    calls: its calls so far; log: their requests
+    """
+
+    calls: list[Routing]
+    log: RolloutLog
+
+
 class Rollouts:
     """The last rollouts of a fleet, as apply.engine.judge has those of an engine, and what is known of their prompts.
 
@@ -85,8 +95,7 @@ class Rollouts:
         self._version = 0  # of the weights that served them
         self._last: Routing | None = None
         self.opened = False
-        self._open: list[Routing] | None = None  # the calls of the open rollout
-        self._log = RolloutLog()  # of the open rollout
+        self._open: Opened | None = None
         self._followed: object = None  # the weights of the last rollout; None: a step has followed
 
     @contextmanager
@@ -95,10 +104,9 @@ class Rollouts:
         if self._open is not None:
             yield
             return
-        calls: list[Routing] = []
-        self._log = RolloutLog()
+        calls, log = opened = Opened([], RolloutLog())
         self._last = self._last if self.opened else None
-        self.opened, self._open, broken = True, calls, True
+        self.opened, self._open, broken = True, opened, True
         try:
             yield
             broken = False
@@ -107,7 +115,7 @@ class Rollouts:
             self._members.collect(self._members.submit("close_rollout", dict.fromkeys(self._members.living, (broken,))))
         if calls:
             weights = ("weights", state.version)
-            observation = Observation(**(self._log.observed() or {}))
+            observation = Observation(**(log.observed() or {}))
             if self._last is not None and self._followed == weights:
                 calls.insert(0, self._last)
                 observation = joined([self._last.observation, observation])
@@ -179,8 +187,8 @@ class Rollouts:
             if self._open is None:
                 self._last = finished
             else:
-                self._open.append(finished)
-                self._log.add(begun, ended, responses_of(done.outputs), None)
+                self._open.calls.append(finished)
+                self._open.log.add(begun, ended, responses_of(done.outputs), None)
             self._seen.learn(names, [sum(some) / max(1, len(some)) for some in samples])
         return done.outputs
 

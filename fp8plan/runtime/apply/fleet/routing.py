@@ -32,15 +32,6 @@ def consecutive(requests: int, replicas: int) -> Split:
     return [list(range(a, b)) for a, b in pairwise(bounds)]
 
 
-def longest_first(loads: Sequence[float], replicas: int) -> Split:
-    """Split by load: each request, the longest first, goes to the replica with the least load so far.
-
-    The largest load is at most 4/3 - 1/(3 replicas) times the smallest that any split has (LPT; Graham, SIAM J. Appl.
-    Math. 17, 1969).
-    """
-    return returned(loads, replicas, [None] * len(loads))
-
-
 def returned(loads: Sequence[float], replicas: int, homes: Sequence[int | None]) -> Split:
     """Split by prefix: a returning trajectory goes to the replica that served it, unless this one is full.
 
@@ -49,6 +40,9 @@ def returned(loads: Sequence[float], replicas: int, homes: Sequence[int | None])
     A replica is full if with this request it has more than FEW requests and more than BOUND times the mean load. Then
     the request goes to the replica with the least load so far, and so do new ones. Returning requests come before new
     ones, which would take the blocks of their prefixes; of each kind the longest comes first.
+
+    If all are new, the largest load is at most 4/3 - 1/(3 replicas) times the smallest that any split has (LPT;
+    Graham, SIAM J. Appl. Math. 17, 1969).
     """
     most = BOUND * sum(loads) / replicas
     split: Split = [[] for _ in range(replicas)]
@@ -69,7 +63,7 @@ def routed(loads: Sequence[float], replicas: int, homes: Sequence[int | None] = 
     """
     if any(home is not None for home in homes):
         return returned(loads, replicas, homes)
-    static, greedy = consecutive(len(loads), replicas), longest_first(loads, replicas)
+    static, greedy = consecutive(len(loads), replicas), returned(loads, replicas, [None] * len(loads))
     return greedy if largest(greedy, loads) < largest(static, loads) else static
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-from fp8plan.runtime.apply.engine.prefixes import Prefixes
+from fp8plan.runtime.apply.engine.prefixes import Hashed, Prefixes
 
 MOST: Final = 1 << 20  # trajectories that are remembered by name, and sequences that are remembered by their tokens
 
@@ -31,7 +31,7 @@ class Served:
 
         prompts: token ids, as tuples; a text continues nothing
         """
-        begun = (self._by_tokens.beginning(each) if isinstance(each, tuple) else [] for each in prompts)
+        begun = (self._by_tokens.beginning(Hashed(each)) if isinstance(each, tuple) else [] for each in prompts)
         return [replicas[-1] if replicas else None for replicas in begun]
 
     def learn(self, name: Hashable | None, sequences: Sequence[Sequence[int]], replica: int) -> None:
@@ -43,7 +43,7 @@ class Served:
                 del self._by_name[next(iter(self._by_name))]
             return
         for tokens in sequences:
-            self._by_tokens.at(tokens)[:] = [replica]
+            self._by_tokens.at(Hashed(tokens))[:] = [replica]
         while len(self._by_tokens) > MOST:
             self._by_tokens.forget_oldest()
 

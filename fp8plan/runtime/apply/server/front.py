@@ -33,18 +33,16 @@ from fp8plan.runtime.apply.engine.async_engine import (
     while_alive,
 )
 from fp8plan.runtime.apply.engine.base import has_nan, requests
-from fp8plan.runtime.apply.engine.launch import has_fixed_scales
 from fp8plan.runtime.apply.plugin import PROBE
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
+from fp8plan.runtime.apply.weight_sync.fixed_scales import learn_scales
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
     RANDOM,
     random_prompts,
 )
-from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.procedure import ended, readied
-from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.sleeping import TAGS, woken
 from fp8plan.runtime.apply.weight_sync.state import UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
@@ -83,9 +81,7 @@ class Front:
     def __init__(self, engine: Any) -> None:
         config = engine.vllm_config
         self.engine = engine
-        self.state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
-        self.state.longest_prompt = config.model_config.max_model_len - 1
-        self.state.vocabulary = config.model_config.get_vocab_size()
+        self.state = SyncState.of(config)
         # Ids of placeholders for images may lie beyond the vocabulary.
         self._prompt_ids = None if config.model_config.is_multimodal_model else self.state.vocabulary
         self.facts: dict[str, Any] = {}
@@ -105,14 +101,11 @@ class Front:
 
     @classmethod
     async def opened(cls, engine: Any) -> Self:
-        """Wrap an AsyncLLM that has just started. Raises as `has_fixed_scales` does."""
+        """Wrap an AsyncLLM that has just started. Raises as `learn_scales` does."""
         answered_or_dead(engine)
         front = cls(engine)
         front.facts = (await front.drive(rpc(cls.asks_facts)))[0]
-        if front.state.fp8_kv:
-            front.state.kv_fixed = has_fixed_scales(front.facts)
-            answers = await front.drive(rpc("fp8plan_kv_scales"))
-            front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
+        await front.drive(learn_scales(front.state, front.facts))
         front._note(Event.BEGIN)  # the checkpoint's weights have come already
         front._note(Event.CHECK)
         await front._serve()

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError, some, warn
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
+from fp8plan.runtime.apply.weight_sync.fixed_scales import MEASURED_SCALES
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
-    MEASURED_SCALES,
     PARTS,
     Amax,
     Scales,
@@ -69,7 +69,7 @@ def kv_scales(
         measured, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
     else:
         measured = yield from _calibrate(state, prompts or ())
-    scales = scales_from(measured, state.settings.kv_margin)
+    scales = scales_from(measured)
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
@@ -139,11 +139,11 @@ def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
             )
 
 
-def random_prompts(vocabulary: int | None, longest: int) -> list[list[int]]:
-    """Return token ids to calibrate with before the first rollout, at most `longest` each."""
+def random_prompts(vocabulary: int | None, longest: int, count: int = CALIBRATION_SEQUENCES) -> list[list[int]]:
+    """Return prompts of random token ids, for an engine without a rollout. longest: most tokens of each"""
     import numpy as np
 
-    size = (CALIBRATION_SEQUENCES, min(RANDOM_TOKENS, longest))
+    size = (count, min(RANDOM_TOKENS, longest))
     prompts: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary or 1000, size).tolist()
     return prompts
 

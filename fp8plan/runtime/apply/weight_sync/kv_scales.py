@@ -6,14 +6,11 @@ would be clipped or underflow, so the largest magnitudes (amax) are enough. From
 reload or a wake-up sets them back to 1.0.
 
 scale = margin * amax / 448, per tensor (vllm/model_executor/layers/attention: the stored value is x / scale).
-
-FlashInfer takes scales as numbers, which its CUDA graphs keep. Such an engine runs with the scales that it started
-with, and `beyond` says which layers they clip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
@@ -26,31 +23,6 @@ if TYPE_CHECKING:
 
 PARTS: Final = ("q", "k", "v")
 
-# Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
-LIVE_SCALES: Final = (
-    "FlashAttentionImpl",
-    "TritonAttentionImpl",
-    "CPUAttentionBackendImpl",
-    "FlashAttentionDiffKVImpl",  # this and the next: heads whose values are shorter than their keys
-    "TritonAttentionDiffKVImpl",
-)
-# Those that keep the scales of their start: `k_scale=layer._k_scale_float` in
-# vllm/v1/attention/backends/flashinfer.py.
-FIXED_SCALES: Final = ("FlashInferImpl",)
-
-# The advice for engines without a kernel that reads new scales.
-MEASURED_SCALES: Final = "attention_backend='TRITON_ATTN', whose scales are measured after each sync"
-INSTEAD: Final = f"{MEASURED_SCALES}, or a BF16 KV cache"
-
-
-def keeps_scales(attention: Collection[str]) -> bool:
-    """Return True if some layer keeps the scales that the engine started with. Syncs then change no layer's.
-
-    attention: the classes of its implementations
-    """
-    return not set(attention).isdisjoint(FIXED_SCALES)
-
-
 # Room for values beyond those of the calibration prompts; NeMo-RL's margin.
 MARGIN: Final = 1.05
 
@@ -58,8 +30,8 @@ Amax = dict[str, list[float]]  # layer -> largest |q|, |k|, |v|
 Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 
-def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
-    """Return scales for `margin` times the amax; 1.0 for an amax of 0. Raises ConfigError for NaN, Inf."""
+def scales_from(amax: Mapping[str, Sequence[float]]) -> Scales:
+    """Return scales for MARGIN times the amax; 1.0 for an amax of 0. Raises ConfigError for NaN, Inf."""
     scales = {}
     for layer, parts in amax.items():
         try:
@@ -69,7 +41,7 @@ def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> 
         if not fits:
             values = list(parts) if isinstance(parts, Sequence) else parts
             raise ConfigError(f"amax of {layer} is {values!r}; allowed: three finite numbers, of q, k and v")
-        scales[layer] = [margin * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
+        scales[layer] = [MARGIN * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
     return scales
 
 
@@ -117,6 +89,11 @@ def live_scales(model: torch.nn.Module) -> dict[str, dict[str, float]]:
         | {f"{part}_host": float(getattr(layer, f"_{part}_scale_float")) for part in PARTS}
         for name, layer in attention_layers(model)
     }
+
+
+def device_scales(live: Mapping[str, Mapping[str, float]]) -> Scales:
+    """Return the scales on the device. live: as `live_scales` returns them"""
+    return {layer: [float(parts[part]) for part in PARTS] for layer, parts in live.items()}
 
 
 def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) -> None:

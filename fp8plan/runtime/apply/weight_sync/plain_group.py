@@ -77,7 +77,8 @@ class PlainGroup(StatelessProcessGroup):  # type: ignore[misc]
         return tensor if flat.data_ptr() == tensor.data_ptr() else tensor.copy_(flat)
 
     def recv_obj(self, *_: Any) -> Any:
-        raise NotImplementedError  # vLLM's own unpickles, and no transfer needs it
+        """Raise NotImplementedError: vLLM's own method unpickles what comes, and no transfer needs it."""
+        raise NotImplementedError("PlainGroup receives no pickled objects; allowed: broadcast_obj, plain values")
 
     recv = recv_obj
 

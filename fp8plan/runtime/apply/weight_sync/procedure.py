@@ -181,7 +181,7 @@ def replace_weights(
         state.note(Event.CHECK)
         used = yield from readied(state, kv_amax, kv_prompts, kv_source, kv_known, seconds)
         with _timed(seconds, "score"):
-            k3 = None if scored is None else (yield from score(scored, state.settings.scored_k3))
+            k3 = None if scored is None else (yield from score(scored))
             state.stamp = sending.stamp or uuid4().hex
             yield from rpc("fp8plan_commit", state.stamp)
             if state.base is not None:

@@ -8,7 +8,6 @@ from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import find_precision
 from fp8plan.model.weight_changes import TopK
-from fp8plan.runtime.apply.weight_sync.kv_scales import MARGIN
 from fp8plan.runtime.apply.weight_sync.manifest import FORMATS
 
 
@@ -27,9 +26,6 @@ class SyncSettings:
     look_every:  with delta, an unchanged tensor is compared with the engine's once in so many syncs; 0: never. If they
                  differ, all weights are sent
     samples:     tensors that are compared with the sent ones after a sync
-    kv_margin:   KV scales hold this many times the largest magnitudes seen
-    scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong
-                 weights more than 1
 
     Raises ConfigError for values out of range.
     """
@@ -42,8 +38,6 @@ class SyncSettings:
     top_k: TopK | None = None
     look_every: int = 20
     samples: int = 4
-    kv_margin: float = MARGIN
-    scored_k3: float = 0.5
 
     @classmethod
     def planned(cls, preset: str, remote: bool) -> SyncSettings:
@@ -56,9 +50,8 @@ class SyncSettings:
     def __post_init__(self) -> None:
         if self.weights_in not in FORMATS:
             raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(FORMATS)}")
-        if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
-            raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
-        whole("look_every", self.look_every, 0)
+        for name, least in (("chunk_bytes", 1), ("samples", 0), ("look_every", 0)):
+            whole(name, getattr(self, name), least)
         for name in ("rollback", "delta"):
             if (place := getattr(self, name)) not in (None, "cpu", "cuda"):
                 raise ConfigError(f"{name} is {place!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")

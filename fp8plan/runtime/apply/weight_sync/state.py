@@ -174,7 +174,7 @@ class SyncState:
     prepared:   manifests that the workers have checked
     base:       the trainer's copy of the weights that serve, where syncs send only what has changed
     kv_scales:  scales of the live engine; None with a BF16 KV cache
-    kv_fixed:   True if its attention keeps the scales that it started with (kv_scales.FIXED_SCALES)
+    kv_fixed:   True if its attention keeps the scales that it started with (fixed_scales.FIXED_SCALES)
     kv_clipped: layers that fixed scales clip -> largest |k| or |v| over what their scales can store
     longest_prompt, vocabulary: limits of the engine, in tokens, where known
     quantised:  names of the checkpoint's tensors that the engine holds in FP8; None until asked
@@ -206,6 +206,14 @@ class SyncState:
     wide: frozenset[str] = frozenset()
     said_rounded: bool = False
     lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def of(cls, config: Any) -> SyncState:
+        """The state of an engine that somebody else has started. config: its VllmConfig"""
+        state = cls(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
+        state.longest_prompt = config.model_config.max_model_len - 1
+        state.vocabulary = config.model_config.get_vocab_size()
+        return state
 
     def note(self, event: Event, why: str | None = None) -> None:
         """Note what has happened to the weights. Raises as `after` does."""

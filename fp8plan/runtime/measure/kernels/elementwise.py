@@ -6,8 +6,8 @@ Kernels, a row of FOLDER/elementwise.jsonl each:
     norm              residual add and RMSNorm, [m, hidden]
     activation        SiLU and product of the halves of [m, 2 inner]
     rotary            rotary embedding of q and k, with `qk_norm` their RMSNorms as well
-    sampling.v1, .v2  logits [m, vocabulary] -> tokens at temperature 1 and their log-probs (logprobs=0), by the sampler
-                      of that model runner. mode "eager": as the engine calls it, bound by launches for small m;
+    sampling.v2       logits [m, vocabulary] -> tokens at temperature 1 and their log-probs (logprobs=0), by the sampler
+                      of vLLM's model runner V2. mode "eager": as the engine calls it, bound by launches for small m;
                       "graph": the GPU's time alone
 
 The first three are native PyTorch, which Inductor fuses as at vLLM's default level. With vLLM's options it makes one
@@ -46,7 +46,7 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 SAMPLED_ROWS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # at most MAX_SAMPLED_ROWS
 MAX_SAMPLED_ROWS = 1024
 VOCABULARIES = (32000, 128256, 151936)
-RUNNERS = ("v1", "v2")  # vLLM 0.26: v2 runs dense models, v1 the others; from 0.30 on v2 runs all on a GPU
+SAMPLING = "sampling.v2"
 MOST_ROWS = 16384  # Inductor tunes for the first size: in the engine, max_num_batched_tokens
 POSITIONS = 8192
 LOGPROBS_MODE = "processed_logprobs"  # as fp8plan's plans have it
@@ -74,15 +74,15 @@ def _layers(models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Point]:
 
 
 def _sampling(rows: tuple[int, ...], vocabularies: tuple[int, ...]) -> Iterator[Point]:
-    for runner, mode, m, vocabulary in product(RUNNERS, TIMERS, rows, vocabularies):
-        yield Point(f"sampling.{runner}", {"m": m, "vocabulary": vocabulary, "mode": mode})
+    for mode, m, vocabulary in product(TIMERS, rows, vocabularies):
+        yield Point(SAMPLING, {"m": m, "vocabulary": vocabulary, "mode": mode})
 
 
 def work(point: Point) -> Work:
     shape = dict(point.shape)
     m, mode = shape.pop("m"), shape.pop("mode", "graph")
-    if point.kernel in SAMPLERS:
-        call = SAMPLERS[point.kernel](m, **shape)
+    if point.kernel == SAMPLING:
+        call = sampling(m, **shape)
         return Work([call] * (EAGER_CALLS if mode == "eager" else 1), timer=TIMERS[mode])
     rows, fixed = INPUTS[point.kernel](m, **shape)
     return Work([partial(compiled(point.kernel, **shape), *rows, *fixed)], {"backend": "inductor"})
@@ -117,44 +117,16 @@ def rotary_inputs(m: int, heads: int, kv_heads: int, head_dim: int, qk_norm: boo
     return [qkv, positions], [random_normal(POSITIONS, head_dim), weights, (heads, kv_heads, head_dim)]
 
 
-def sampler_v1(m: int, vocabulary: int) -> Callable[[], object]:
-    import torch
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
-
-    unused = torch.empty(0, device="cuda")
-    metadata = SamplingMetadata(
-        temperature=torch.ones(m, device="cuda"),
-        all_greedy=False,
-        all_random=True,
-        top_p=None,
-        top_k=None,
-        generators={},
-        max_num_logprobs=0,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=unused,
-        presence_penalties=unused,
-        repetition_penalties=unused,
-        output_token_ids=[],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-    return partial(Sampler(LOGPROBS_MODE), random_normal(m, vocabulary), metadata)
-
-
-def sampler_v2(m: int, vocabulary: int) -> Callable[[], object]:
+def sampling(m: int, vocabulary: int) -> Callable[[], object]:
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
     batch = InputBatch.make_dummy(m, m, InputBuffers(m, m, torch.device("cuda")))
-    return partial(_sampler_v2(vocabulary), random_normal(m, vocabulary), batch)
+    return partial(_sampler(vocabulary), random_normal(m, vocabulary), batch)
 
 
 @cache
-def _sampler_v2(vocabulary: int) -> Any:
+def _sampler(vocabulary: int) -> Any:
     """A sampler with a rollout's sampling parameters for MAX_SAMPLED_ROWS requests."""
     import torch
     from vllm.config import get_current_vllm_config
@@ -195,7 +167,6 @@ INPUTS: dict[str, Callable[..., tuple[list[Any], list[Any]]]] = {
     "activation": lambda m, inner: ([random_normal(m, 2 * inner)], []),
     "rotary": rotary_inputs,
 }
-SAMPLERS = {"sampling.v1": sampler_v1, "sampling.v2": sampler_v2}
 
 
 @contextmanager

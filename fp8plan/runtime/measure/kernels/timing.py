@@ -29,6 +29,7 @@ Call = Callable[[], object]
 
 LEAST_COPIES, MOST_COPIES, TIMES_L2 = 3, 256, 4
 LEAST_REPLAYS, MOST_REPLAYS = 5, 40
+BUDGET_S = 0.03  # of all replays, unless LEAST_REPLAYS take longer
 CALLS_PER_REPLAY = 64  # short calls in a replay, which is then long against the resolution of events (0.5 us)
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits while Python queues the timed work
 SETTLE_S = 1.0  # NVML's watts are means over a second
@@ -73,18 +74,18 @@ def copies(bytes_per_call: int, l2_bytes: int) -> int:
     return min(max(wanted, LEAST_COPIES), MOST_COPIES)
 
 
-def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
+def graph_seconds(calls: Sequence[Call]) -> Timing:
     """Time one call of `calls` (the same work on different data), all captured in one CUDA graph.
 
     They first run eagerly, on the capturing stream, to compile kernels and allocate workspaces. All replays take about
-    `budget_s`, or longer if LEAST_REPLAYS need it. Raises the calls' errors.
+    BUDGET_S, or longer if LEAST_REPLAYS need it. Raises the calls' errors.
     """
     import torch
 
     with torch.cuda.stream(stream()):
-        graph, number = captured(calls, budget_s)
+        graph, number = captured(calls, BUDGET_S)
         first = min(elapsed(graph.replay, 2))
-        return _timing(graph.replay, first, number, budget_s)
+        return _timing(graph.replay, first, number)
 
 
 def sustained_seconds(calls: Sequence[Call], settle_s: float = SETTLE_S, run_s: float = SUSTAINED_S) -> SustainedTiming:
@@ -154,14 +155,14 @@ def captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
     return graph, rounds * len(calls)
 
 
-def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
+def eager_seconds(calls: Sequence[Call]) -> Timing:
     """Time one call of `calls`, launched from Python one by one. Launches bound short kernels."""
     import torch
 
     _run(calls)
     torch.cuda.synchronize()
     first = elapsed(lambda: _run(calls), 1, ahead=0)[0]
-    return _timing(lambda: _run(calls), first, len(calls), budget_s, ahead=0)
+    return _timing(lambda: _run(calls), first, len(calls), ahead=0)
 
 
 @cache
@@ -189,10 +190,8 @@ def _run(calls: Sequence[Call]) -> None:
         call()
 
 
-def _timing(
-    replay: Callable[[], Any], first_s: float, calls: int, budget_s: float, ahead: int = AHEAD_CYCLES
-) -> Timing:
-    number = int(min(max(LEAST_REPLAYS, budget_s / first_s), MOST_REPLAYS))
+def _timing(replay: Callable[[], Any], first_s: float, calls: int, ahead: int = AHEAD_CYCLES) -> Timing:
+    number = int(min(max(LEAST_REPLAYS, BUDGET_S / first_s), MOST_REPLAYS))
     clocks: list[int | None] = []
     replays = elapsed(replay, number, ahead, lambda: clocks.append(sm_clock_mhz()))
     low, median, high = np.percentile(replays, (10, 50, 90)) / calls

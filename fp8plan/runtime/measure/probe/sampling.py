@@ -30,7 +30,6 @@ class SampleSettings:
     samples:     responses to each prompt
     temperature: that of the RL run's rollouts
     kv_scales:   for an FP8 KV cache: "calibrated" on a rollout, as after each weight sync, or vLLM's "unit" (1.0)
-    mode:        mode of the engine; None: on a GPU a process of its own, which leaves nothing there; on a CPU, this one
     after:       folder of the trainer's checkpoint. The engine starts from the model's, and gets the changes by a sync
     top_k:       settings of that sync; None: it leaves nothing out
 
@@ -42,7 +41,6 @@ class SampleSettings:
     temperature: float = 1.0
     seed: int = 0
     kv_scales: Literal["calibrated", "unit"] = "calibrated"
-    mode: Literal["inprocess", "multiprocess"] | None = None
     after: str | None = None
     top_k: TopK | None = None
 
@@ -83,7 +81,9 @@ def sample(
     """
     from fp8plan.runtime.apply.engine.engine import RolloutEngine
 
-    mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
+    mode: Literal["inprocess", "multiprocess"] = (
+        "inprocess" if setup.gpu.is_cpu else "multiprocess"
+    )  # its process leaves nothing on a GPU
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
     sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
     engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)

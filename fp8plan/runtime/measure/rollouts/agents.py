@@ -30,11 +30,6 @@ class AgentLoop:
     def reset_prefix_cache(self) -> bool:
         return bool(self._wait_for(self.llm_engine.reset_prefix_cache()))
 
-    def get_metrics(self) -> list[Any]:
-        from vllm.v1.metrics.reader import get_metrics_snapshot
-
-        return list(get_metrics_snapshot())
-
     def generate(self, prompts: Sequence[Any], params: Any, use_tqdm: bool = False) -> list[Any]:
         """Return the output of each prompt. params: SamplingParams for all, or a list with those of each"""
         settings = params if isinstance(params, list) else [params] * len(prompts)

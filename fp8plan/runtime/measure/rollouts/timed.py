@@ -15,17 +15,16 @@ import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.runtime.apply.engine.base import until_reset
+from fp8plan.runtime.apply.engine.counters import COUNTERS, counts, gains
 
 # vLLM's counters (v1/metrics/loggers.py) -> the record's names of their gain in a run.
-COUNTERS = {
-    "vllm:num_preemptions": "preemptions",
-    "vllm:prompt_tokens": "prompt_tokens",
-    "vllm:generation_tokens": "generation_tokens",
-    "vllm:prefix_cache_queries": "prefix_cache_queries",
-    "vllm:prefix_cache_hits": "prefix_cache_hits",
+COUNTED = {
+    **COUNTERS,
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generation_tokens",
+    # Engine steps that gave at least one token, and not those that only fill prompts.
+    "vllm:iteration_tokens_total_count": "steps_with_output",
 }
-# It counts engine steps that gave at least one token, and not those that only fill prompts.
-STEPS = "vllm:iteration_tokens_total"
 
 Turns: TypeAlias = Sequence[tuple[int, int, float]]  # of a trajectory, as fp8plan.model.turn_table.Turn
 Row: TypeAlias = tuple[float, ...]
@@ -66,7 +65,7 @@ def timed(llm: Any, requests: Requests, starting: Callable[[], None] = lambda: N
     params = [sampling(tokens) for tokens in responses]
     empty_prefix_cache(llm)
     gc.collect()
-    before = counters(llm)
+    before = counts(COUNTED)
     starting()
     begun = time.perf_counter()
     if turns is None:
@@ -79,7 +78,7 @@ def timed(llm: Any, requests: Requests, starting: Callable[[], None] = lambda: N
         raise Fp8PlanError("vLLM's responses have other lengths than requested; this run cannot be a record")
     if turns is not None:
         facts["turn_lag_s"] = turn_lag_s(outputs, turns)
-    return facts | {name: value - before[name] for name, value in counters(llm).items()}
+    return facts | gains(before, counts(COUNTED))
 
 
 def turn_lag_s(outputs: Sequence[Sequence[Any]], turns: Sequence[Turns]) -> float | None:
@@ -116,17 +115,6 @@ def empty_prefix_cache(llm: Any) -> None:
         if llm.reset_prefix_cache():
             return
         time.sleep(pause_s)
-
-
-def counters(llm: Any) -> dict[str, int]:
-    """COUNTERS and the number of steps so far, sums over engines."""
-    totals = dict.fromkeys((*COUNTERS.values(), "steps_with_output"), 0)
-    for metric in llm.get_metrics():
-        if metric.name in COUNTERS:
-            totals[COUNTERS[metric.name]] += int(metric.value)
-        elif metric.name == STEPS:
-            totals["steps_with_output"] += int(metric.count)
-    return totals
 
 
 class Trace:

@@ -63,7 +63,6 @@ from fp8plan.runtime.watch.controller.state import (
     ControllerState,
     Decided,
     Decision,
-    Escalation,
     LevelState,
     Update,
     alarms,
@@ -369,16 +368,3 @@ def after_correction(
         if sampling.biased:
             sounding.difference_update(GUESSES)
     return replace(decided, reason=reason, alarms=tuple(alarm for alarm in Alarm if alarm in sounding))
-
-
-__all__ = [
-    "Alarm",
-    "AlarmLimits",
-    "ConstantThresholds",
-    "Controller",
-    "ControllerState",
-    "Decided",
-    "Decision",
-    "Escalation",
-    "LevelThresholds",
-]

@@ -141,4 +141,7 @@ class CorrectionSettings:
             raise ConfigError(f"floor is {self.floor!r}; allowed: 0 to 1")
         if self.floor and (self.level is None or self.mode != "tis"):
             raise ConfigError(f"floor is {self.floor!r} without weights that are truncated; allowed: mode 'tis'")
+        if not isinstance(self.reject, Sequence) or not all(isinstance(rule, Rejection) for rule in self.reject):
+            allowed = "a list of Rejections, such as [Rejection('seq_mean', 'k1', 1.01)]"
+            raise ConfigError(f"reject is {self.reject!r:.60}; allowed: {allowed}")
         object.__setattr__(self, "reject", tuple(self.reject))

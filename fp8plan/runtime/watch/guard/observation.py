@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
-from fp8plan.checks import Range, in_range
+from fp8plan.checks import Range, in_range, is_number
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import EngineLimits
@@ -62,6 +62,15 @@ RANGES: Final[dict[str, Range]] = {
     "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
     **dict.fromkeys(("arrival_s", "idle_s"), FINITE_OR_NONE),
     "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
+}
+
+# Lists of an Observation -> one with two responses, as it is typed.
+LISTS: Final = {
+    "prompt_lengths": "[64, 80]",
+    "response_lengths": "[380, 200]",
+    "prompt_ids": "[0, 1]",
+    "turns": "[[[300, 1200, 2.5], [80, 0, 0]], [[200, 0, 0]]]: tokens generated, a tool's tokens, its seconds",
+    "kv_clipped": "['model.layers.0.self_attn.attn']",
 }
 
 
@@ -189,10 +198,19 @@ class Observation:
         for name in (*COUNTS, "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None:
-                if not 0 <= value == value // 1:
+                if not (is_number(value) and 0 <= value == value // 1):
                     raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
                 object.__setattr__(self, name, int(value))  # Prometheus' counters are floats
-        batch = self.batch
+        for name in LISTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not hasattr(value, "__len__")):
+                raise ConfigError(_no_list(name, value))
+        try:
+            batch = self.batch
+        except ConfigError:
+            raise
+        except (TypeError, ValueError):  # the turns alone are nested
+            raise ConfigError(_no_list("turns", self.turns)) from None
         object.__setattr__(self, "prompt_lengths", tuple(batch.prompts.tolist()))
         object.__setattr__(self, "response_lengths", tuple(batch.responses.tolist()))
 
@@ -230,6 +248,11 @@ class Observation:
     def batch(self) -> Batch:
         """Its requests. Raises ConfigError for impossible ones."""
         return batch_of({name: getattr(self, name) for name in (*LENGTHS, "concurrent")})
+
+
+def _no_list(name: str, value: Any) -> str:
+    """The error for a list of an Observation that has another form."""
+    return f"{name} is {value!r:.60}; allowed: a list, such as {LISTS[name]}"
 
 
 def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:

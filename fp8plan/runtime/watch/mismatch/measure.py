@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fp8plan.checks import check_torch
 from fp8plan.errors import ConfigError
+from fp8plan.packages import check_torch
 from fp8plan.runtime.watch.mismatch.metrics import POSITIONS, SLOTS, VERSION_SUMS, MismatchSums, by_slot
 from fp8plan.runtime.watch.mismatch.pieces import Piece, check_group, joined
 from fp8plan.runtime.watch.mismatch.sums import BINS, LIMIT, FloatArray, IntArray, Segments, bins, by_bin, rank, terms

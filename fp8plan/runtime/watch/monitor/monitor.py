@@ -20,14 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from fp8plan.checks import check_torch, instance, whole
+from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.remedies import Remedies
+from fp8plan.packages import check_torch
 from fp8plan.runtime.watch.controller.alarms import MEANINGS
 from fp8plan.runtime.watch.controller.fit import suited
-from fp8plan.runtime.watch.controller.laws import Controller, ControllerState, after_correction
-from fp8plan.runtime.watch.controller.state import Update, expecting
+from fp8plan.runtime.watch.controller.laws import Controller, after_correction
+from fp8plan.runtime.watch.controller.state import ControllerState, Update, expecting
 from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.watch.guard.guard import Guard, Judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts

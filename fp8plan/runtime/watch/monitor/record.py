@@ -13,6 +13,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, plain
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.watch.correction.correct import weighted_mean
+from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.guard.observation import Observation
 from fp8plan.runtime.watch.guard.rollout_record import observation_in, rollout_fields
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
@@ -20,7 +21,7 @@ from fp8plan.runtime.watch.mismatch.sampling import Sampling
 if TYPE_CHECKING:
     import torch
 
-    from fp8plan.runtime.watch.controller.laws import ControllerState, Decided
+    from fp8plan.runtime.watch.controller.state import ControllerState, Decided
     from fp8plan.runtime.watch.correction.correct import Thresholds
     from fp8plan.runtime.watch.guard.guard import Guard, Verdict
     from fp8plan.runtime.watch.guard.observation import EngineFacts
@@ -57,6 +58,11 @@ class Step:
     sampling: Sampling | None
     attribution: tuple[Part, ...]
     metrics: Mapping[str, float | None]
+
+    @property
+    def action(self) -> Action:
+        """The guard's advice."""
+        return Action.NONE if self.verdict is None else self.verdict.action
 
     def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
         """The mean of weight x loss over the tokens that the mask keeps, by `correct.weighted_mean`."""

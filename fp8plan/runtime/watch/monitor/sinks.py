@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, warn
 from fp8plan.jsonl import Ended, append, line, to_disk, torn_path
+from fp8plan.packages import package
 
 Record = Mapping[str, Any]  # one step, a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # errors that may pass
@@ -228,12 +229,9 @@ class TensorBoard:
         return f"TensorBoard files in {self.folder}"
 
     def open(self) -> None:
+        tensorboard = package("torch.utils.tensorboard", "the TensorBoard sink", "tensorboard")
         try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(f"the TensorBoard sink needs {error.name}; type: pip install tensorboard") from None
-        try:
-            self._writer = SummaryWriter(str(self.folder))
+            self._writer = tensorboard.SummaryWriter(str(self.folder))
         except OSError as error:
             raise ConfigError(f"cannot write to {self.folder}: {error}; give a folder that can be written") from None
 
@@ -279,14 +277,11 @@ class Prometheus:
         return f"Prometheus endpoint {self.address}:{self.port}"
 
     def open(self) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-        except ImportError as error:
-            raise ConfigError(f"the Prometheus sink needs {error.name}; type: pip install prometheus_client") from None
-        registry = CollectorRegistry()  # its own: the default one has vLLM's metrics
+        client = package("prometheus_client", "the Prometheus sink", "prometheus_client")
+        registry = client.CollectorRegistry()  # its own: the default one has vLLM's metrics
         registry.register(self)
         try:
-            self._served = start_http_server(self.port, self.address, registry)
+            self._served = client.start_http_server(self.port, self.address, registry)
         except OSError as error:
             hint = "give another port, or 0 for any that is free"
             raise ConfigError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, ClassVar
 
 from fp8plan.errors import ConfigError, text_of
+from fp8plan.packages import package
 from fp8plan.runtime.watch.monitor.sinks import Record, numbers
 
 
@@ -28,11 +28,7 @@ class Tracker:
         return f"{self.package} project {self.project}"
 
     def open(self) -> None:
-        try:
-            library = import_module(self.package)
-        except ImportError as error:
-            hint = f"pip install 'fp8plan[{self.package}]'"
-            raise ConfigError(f"the {self.package} sink needs {error.name}; type: {hint}") from None
+        library = package(self.package, f"the {self.package} sink", f"'fp8plan[{self.package}]'")
         try:
             self._run = library.init(project=self.project, **{**self.defaults, **self.settings})
         except Exception as error:  # each tracker has types of its own

@@ -14,9 +14,9 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import ROUTER_PATTERN
 from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.apply.engine.launch import Launch, has_fixed_scales, launch
+from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_folder
-from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES, LIVE_SCALES, has_fixed_scales
 
 pytestmark = pytest.mark.vllm  # its version is checked first
 

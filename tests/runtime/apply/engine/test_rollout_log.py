@@ -39,7 +39,7 @@ def test_a_log_has_the_growth_of_each_count(monkeypatch: pytest.MonkeyPatch) -> 
     log.end()
     assert log.counted == {}  # nobody has begun to count
     so_far = [{"preemptions": 5, "compiled_files": 3}, {"preemptions": 9, "compiled_files": 2, "prefix_cache_hits": 7}]
-    monkeypatch.setattr(rollout_log, "counts", lambda: so_far.pop(0))
+    monkeypatch.setattr(rollout_log, "_counts", lambda: so_far.pop(0))
     log.begin()
     log.begin()
     log.end()

@@ -50,7 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(judging, "time", SimpleNamespace(perf_counter=found))
-    monkeypatch.setattr(rollout_log, "counts", dict)
+    monkeypatch.setattr(rollout_log, "_counts", dict)
     return found
 
 

@@ -22,7 +22,6 @@ from fp8plan.runtime.apply.fleet.routing import (
     given_lengths,
     given_names,
     largest,
-    longest_first,
     mean_response,
     returned,
     routed,
@@ -40,7 +39,8 @@ def smallest(loads: list[int], replicas: int) -> float:
 
 @given(LOADS, REPLICAS)
 def test_every_request_has_one_replica(loads: list[int], replicas: int) -> None:
-    for split in (consecutive(len(loads), replicas), longest_first(loads, replicas), routed(loads, replicas)):
+    by_load = returned(loads, replicas, [None] * len(loads))
+    for split in (consecutive(len(loads), replicas), by_load, routed(loads, replicas)):
         assert len(split) == replicas
         assert sorted(request for part in split for request in part) == list(range(len(loads)))
 
@@ -48,7 +48,7 @@ def test_every_request_has_one_replica(loads: list[int], replicas: int) -> None:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 3))
 def test_the_largest_load_keeps_grahams_bound(loads: list[int], replicas: int) -> None:
     best = smallest(loads, replicas)
-    assert largest(longest_first(loads, replicas), loads) <= (4 / 3 - 1 / (3 * replicas)) * best + 1e-9
+    assert largest(returned(loads, replicas, [None] * len(loads)), loads) <= (4 / 3 - 1 / (3 * replicas)) * best + 1e-9
 
 
 @given(LOADS, REPLICAS)
@@ -63,7 +63,7 @@ def test_equal_lengths_are_split_statically(requests: int, tokens: int, replicas
 
 @given(LOADS.filter(len), REPLICAS)
 def test_a_replica_begins_with_its_longest(loads: list[int], replicas: int) -> None:
-    for part in longest_first(loads, replicas):
+    for part in returned(loads, replicas, [None] * len(loads)):
         assert [loads[request] for request in part] == sorted((loads[request] for request in part), reverse=True)
 
 

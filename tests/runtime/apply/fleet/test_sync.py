@@ -16,6 +16,7 @@ from fp8plan.runtime.apply.engine.base import driven
 from fp8plan.runtime.apply.fleet.members import Calls
 from fp8plan.runtime.apply.fleet.sync import addressed, merged, packed, unpacked
 from fp8plan.runtime.apply.weight_sync.calls import Generate, Rpc, rpc
+from fp8plan.runtime.apply.weight_sync.kv_scales import MARGIN
 from fp8plan.runtime.apply.weight_sync.procedure import replace_weights
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
@@ -111,9 +112,10 @@ def test_a_sync_is_read_once_and_serves_everywhere() -> None:
 
 
 def test_all_have_the_scales_of_the_largest_magnitudes() -> None:
-    members, state = FakeMembers(2), fresh(kv_margin=1.0)
+    members, state = FakeMembers(2), fresh()
     synced(members, state, 5.0)
-    assert state.kv_scales == {"layer": [2.0 / 448, 2.0 / 448, 3.0 / 448]}  # replica 1's q, replica 0's v
+    largest = (2.0, 2.0, 3.0)  # replica 1's q, replica 0's v
+    assert state.kv_scales == {"layer": [MARGIN * amax / 448 for amax in largest]}
     assert all(replica.scales == state.kv_scales for replica in members.living.values())
 
 

@@ -19,7 +19,6 @@ CLOSED = Weights(State.CLOSED, SHUT_DOWN, whole=False)
 STARTED = Weights(State.REFUSED, RESTARTED, whole=False)
 WHY = "it broke off"
 BROKEN = Weights(State.REFUSED, WHY, whole=False)
-MIXED = Weights(State.REFUSED, UNDER_WAY, whole=False)
 
 
 def opened(before: Weights, state: State = State.OPEN, whole: bool = True, why: str = UNDER_WAY) -> Weights:
@@ -30,6 +29,13 @@ OPEN = opened(SERVING)
 WRITING, CHECKED = (opened(SERVING, state, whole=False) for state in (State.WRITING, State.CHECKED))
 BEGUN = opened(SERVING, why=WHY)
 NOT_NOW, GONE, LOST = "cannot follow", "starts it again", "was shut down"
+
+ALIVE: dict[Event, Weights | str] = {  # the same in every state of an engine that is neither dead nor closed
+    Event.REFUSE: BROKEN,
+    Event.DIE: Weights(State.DEAD, WHY, whole=False),
+    Event.START: NOT_NOW,
+    Event.CLOSE: CLOSED,
+}
 
 # The row of a state has, for each event with the reason WHY: what follows, or what the refusal says.
 TABLE: dict[str, tuple[Weights, dict[Event, Weights | str]]] = {
@@ -42,11 +48,8 @@ TABLE: dict[str, tuple[Weights, dict[Event, Weights | str]]] = {
             Event.SERVE: NOT_NOW,
             Event.END: SERVING,
             Event.RESTORE: SERVING,
-            Event.REFUSE: BROKEN,
-            Event.DIE: Weights(State.DEAD, WHY, whole=False),
-            Event.START: NOT_NOW,
-            Event.CLOSE: CLOSED,
-        },
+        }
+        | ALIVE,
     ),
     "refused": (
         BAD,
@@ -57,11 +60,8 @@ TABLE: dict[str, tuple[Weights, dict[Event, Weights | str]]] = {
             Event.SERVE: NOT_NOW,
             Event.END: BAD,
             Event.RESTORE: BAD,
-            Event.REFUSE: BROKEN,
-            Event.DIE: Weights(State.DEAD, WHY, whole=False),
-            Event.START: NOT_NOW,
-            Event.CLOSE: CLOSED,
-        },
+        }
+        | ALIVE,
     ),
     "open": (
         OPEN,
@@ -72,11 +72,8 @@ TABLE: dict[str, tuple[Weights, dict[Event, Weights | str]]] = {
             Event.SERVE: NOT_NOW,
             Event.END: SERVING,
             Event.RESTORE: SERVING,
-            Event.REFUSE: BROKEN,
-            Event.DIE: Weights(State.DEAD, WHY, whole=False),
-            Event.START: NOT_NOW,
-            Event.CLOSE: CLOSED,
-        },
+        }
+        | ALIVE,
     ),
     "writing": (
         WRITING,
@@ -87,11 +84,8 @@ TABLE: dict[str, tuple[Weights, dict[Event, Weights | str]]] = {
             Event.SERVE: NOT_NOW,
             Event.END: BROKEN,
             Event.RESTORE: SERVING,
-            Event.REFUSE: BROKEN,
-            Event.DIE: Weights(State.DEAD, WHY, whole=False),
-            Event.START: NOT_NOW,
-            Event.CLOSE: CLOSED,
-        },
+        }
+        | ALIVE,
     ),
     "checked": (
         CHECKED,
@@ -102,11 +96,8 @@ TABLE: dict[str, tuple[Weights, dict[Event, Weights | str]]] = {
             Event.SERVE: Weights(whole=False),
             Event.END: BROKEN,
             Event.RESTORE: SERVING,
-            Event.REFUSE: BROKEN,
-            Event.DIE: Weights(State.DEAD, WHY, whole=False),
-            Event.START: NOT_NOW,
-            Event.CLOSE: CLOSED,
-        },
+        }
+        | ALIVE,
     ),
     "dead": (
         DEAD,

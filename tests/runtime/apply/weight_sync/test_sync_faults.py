@@ -583,9 +583,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
         RolloutEngine.from_plan(cpu_plan("fp8_block"), str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"weights_in": "fp4"}, {"chunk_bytes": 0}, {"rollback": "gpu"}, {"kv_margin": 0.9}]
-)
+@pytest.mark.parametrize("changes", [{"weights_in": "fp4"}, {"chunk_bytes": 0}, {"rollback": "gpu"}, {"samples": 0.5}])
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="allowed"):
         SyncSettings(**changes)

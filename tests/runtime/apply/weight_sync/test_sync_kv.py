@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,9 +29,9 @@ from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.apply.engine.base import AnyEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.amax import recording_amax
-from fp8plan.runtime.apply.weight_sync.calls import Generate
+from fp8plan.runtime.apply.weight_sync.calls import Call, Generate
+from fp8plan.runtime.apply.weight_sync.fixed_scales import FIXED_SCALES
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
-    FIXED_SCALES,
     MARGIN,
     PARTS,
     beyond,
@@ -55,7 +55,7 @@ Scales = dict[str, dict[str, float]]
 
 
 def test_scales_hold_the_margin_and_nothing_seen_keeps_one() -> None:
-    assert scales_from({"a": [448.0, 44.8, 0.0]}, margin=1.5) == {"a": [1.5, pytest.approx(0.15), 1.0]}
+    assert scales_from({"a": [448.0, 44.8, 0.0]}) == {"a": [MARGIN, pytest.approx(MARGIN / 10), 1.0]}
 
 
 @pytest.mark.parametrize("parts", [[1.0, 2.0], [1.0, 2.0, float("nan")], [float("inf"), 1.0, 1.0], [1.0, -1.0, 1.0]])
@@ -94,11 +94,10 @@ class Generated(AnyEngine):
         super().__init__(launched, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
         self.ran: list[Any] = []
 
-    def _busy(self) -> int:
-        return 0
+    def sizes(self) -> tuple[int, int]:
+        raise AssertionError
 
-    def recalibrate(self, **given: Any) -> str | None:
-        procedure = self._recalibrate(given.get("kv_amax"), given.get("kv_prompts"))
+    def drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         found, seen = None, None
         try:
             while True:
@@ -116,7 +115,7 @@ class Generated(AnyEngine):
 def test_prompts_that_can_be_read_only_once_are_run(prompts: Any) -> None:
     engine = Generated()
     engine.state.kv_scales = {"a": [1.0] * 3}
-    assert engine.recalibrate(kv_prompts=prompts) == "calibration prompts"
+    assert engine.recalibrate_kv(kv_prompts=prompts) == "calibration prompts"
     assert len(engine.ran) > 1
     assert all(ran == [[1, 0], [1, 1]] for ran in engine.ran)
 
@@ -125,7 +124,7 @@ def test_prompts_that_can_be_read_only_once_are_run(prompts: Any) -> None:
 def test_no_prompts_are_refused_before_anything_is_done(prompts: Any) -> None:
     engine = Generated()
     with pytest.raises(ConfigError, match="there is nothing to calibrate it with"):
-        engine.recalibrate(kv_prompts=prompts)
+        engine.recalibrate_kv(kv_prompts=prompts)
     assert not engine.ran
 
 
@@ -143,7 +142,7 @@ def test_no_prompts_are_refused_before_anything_is_done(prompts: Any) -> None:
 )
 def test_nonsense_is_refused_in_every_precision(given: dict[str, Any], says: str, fp8_kv: bool) -> None:
     with pytest.raises(ConfigError, match=says):
-        Generated(fp8_kv).recalibrate(**given)
+        Generated(fp8_kv).recalibrate_kv(**given)
 
 
 @pytest.mark.parametrize(
@@ -446,8 +445,7 @@ def difference(one: list[float], other: list[float]) -> float:
 @vllm
 def test_fixed_scales_stay_and_the_layers_that_they_clip_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (*FIXED_SCALES, "CPUAttentionBackendImpl")  # a CPU has no FlashInfer
-    monkeypatch.setattr("fp8plan.runtime.apply.engine.launch.FIXED_SCALES", kept)
-    monkeypatch.setattr("fp8plan.runtime.apply.weight_sync.kv_scales.FIXED_SCALES", kept)
+    monkeypatch.setattr("fp8plan.runtime.apply.weight_sync.fixed_scales.FIXED_SCALES", kept)
     tensors = weights("dense", "a")
     name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
     with started("dense", "a", "fp8_kv") as engine:

@@ -126,17 +126,13 @@ def truncated(weight: Any, q: Any, scale: Any) -> None:
     bits.sub_((q.float().abs() > exact.abs()).to(torch.uint8))
 
 
-def one_element(weight: Any, q: Any, scale: Any) -> None:
-    q.view(torch.uint8)[5, 7] ^= 2
-
-
 FAULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "not written": lambda weight, q, scale: q.zero_(),
     "another tensor's": lambda weight, q, scale: q.copy_(quantize(gaussian(*weight.shape))[0]),
     "rows in another order": lambda weight, q, scale: q.copy_(q.clone().roll(1, 0)),
     "columns in another order": lambda weight, q, scale: q.copy_(q.clone().roll(1, 1)),
     "one row": lambda weight, q, scale: q[3].zero_(),
-    "one element": one_element,
+    "one element": lambda weight, q, scale: q.view(torch.uint8)[5, 7].bitwise_xor_(2),
     "a sign": lambda weight, q, scale: q.view(torch.uint8)[-1, -1].bitwise_xor_(0x80),
     "scales not written": lambda weight, q, scale: scale.fill_(1.0),
     "a scale too large by an eighth": lambda weight, q, scale: scale[0, -1:].mul_(1.125),

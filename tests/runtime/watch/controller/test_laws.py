@@ -16,19 +16,16 @@ from hypothesis import strategies as st
 from mismatch_batches import after, gaussian, mismatch_of, with_outliers
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.watch.controller.laws import (
-    Alarm,
+from fp8plan.runtime.watch.controller.alarms import Alarm
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds, after_correction, shown
+from fp8plan.runtime.watch.controller.state import (
     AlarmLimits,
-    ConstantThresholds,
     ControllerState,
     Decided,
     Decision,
     Escalation,
-    LevelThresholds,
-    after_correction,
-    shown,
+    LevelState,
 )
-from fp8plan.runtime.watch.controller.state import LevelState
 from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling

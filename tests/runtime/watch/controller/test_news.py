@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mismatch_batches import after, gaussian, mismatch_of, with_outliers
 
-from fp8plan.runtime.watch.controller.laws import ConstantThresholds, Decided, LevelThresholds
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
+from fp8plan.runtime.watch.controller.state import Decided
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 
 LAWS = (ConstantThresholds(), LevelThresholds(target_kl=0.01))

@@ -420,6 +420,8 @@ def test_half_precision_is_computed_in_float32() -> None:
         (lambda: CorrectionSettings(mode="mis"), "needs a band"),
         (lambda: CorrectionSettings(veto=2.0), "between 0 and 1"),
         (lambda: CorrectionSettings(veto=(0.5, 0.9)), r"\(low, high\) with 0 <= low < 1 < high"),
+        (lambda: CorrectionSettings(reject=3), r"reject is 3; allowed: a list of Rejections"),  # type: ignore[arg-type]
+        (lambda: CorrectionSettings(reject=["token"]), "allowed: a list of Rejections"),  # type: ignore[list-item]
         (lambda: CorrectionSettings(floor=1.5), "floor is 1.5; allowed: 0 to 1"),
         (lambda: CorrectionSettings(mode="mis", thresholds=BAND, floor=0.5), "allowed: mode 'tis'"),
         (lambda: CorrectionSettings(None, floor=0.5), "without weights that are truncated"),

@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.watch.guard.causes import Cause, LikelyCause
 from fp8plan.runtime.watch.guard.guard import Guard, GuardSettings, GuardState, Verdict, teaches, update
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, joined, predict
+from fp8plan.runtime.watch.guard.observation import LISTS, EngineFacts, Observation, joined, predict
 from fp8plan.runtime.watch.guard.prefix_cache import Lost
 from fp8plan.runtime.watch.guard.rollout_record import observation_in, rollout_fields
 from fp8plan.runtime.watch.monitor.monitor import Monitor
@@ -217,3 +218,17 @@ def test_rollouts_one_after_the_other_are_joined_with_their_turns() -> None:
     assert both.every_turn == [*one.every_turn, [(1, 0, 0.0)], [(2, 0, 0.0)]]
     assert (both.concurrent, both.arrival_s, both.seconds) == (2, None, 6.0)
     assert both.batch.lengths.tolist() == [5 + 7 + 2, 5 + 3, 5, 6]
+
+
+TURNS_OF_ANOTHER_FORM = ([3, 4], [[7], [3]], [[(7, 0)], [(3, 0)]], [[("7", 0, 0)], [(3, 0, 0)]])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [*product(LISTS, (3, "two")), *(("turns", wrong) for wrong in TURNS_OF_ANOTHER_FORM)]
+)
+def test_a_list_of_another_form_is_refused_with_one_to_type(name: str, wrong: Any) -> None:
+    lengths = {"prompt_lengths": [5, 5], "response_lengths": [7, 3]}
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{name} is {wrong!r:.60}; allowed: a list, such as {LISTS[name]}")
+    ):
+        Observation(1.0, **(lengths | {name: wrong}))

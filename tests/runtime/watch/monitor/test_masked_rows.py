@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mismatch_batches import ragged
 
 from fp8plan.runtime.measure.probe.probe import compared
-from fp8plan.runtime.watch.controller.laws import ConstantThresholds, Decision, LevelThresholds
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
+from fp8plan.runtime.watch.controller.state import Decision
 from fp8plan.runtime.watch.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.watch.correction.settings import REJECTIONS
 from fp8plan.runtime.watch.mismatch.measure import measure, pack

@@ -29,14 +29,9 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
-from fp8plan.runtime.watch.controller.alarms import MEANINGS
-from fp8plan.runtime.watch.controller.laws import (
-    Alarm,
-    ConstantThresholds,
-    Decision,
-    Escalation,
-    LevelThresholds,
-)
+from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
+from fp8plan.runtime.watch.controller.state import Decision, Escalation
 from fp8plan.runtime.watch.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.watch.correction.verl import from_verl
 from fp8plan.runtime.watch.guard.fallback import Action

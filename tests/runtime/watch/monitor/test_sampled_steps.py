@@ -13,7 +13,7 @@ import torch
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
-from fp8plan.runtime.watch.controller.laws import Alarm
+from fp8plan.runtime.watch.controller.alarms import Alarm
 from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.watch.mismatch.sampling import Sampling, kept_logprobs

@@ -24,6 +24,7 @@ from fp8plan.runtime.apply.doctor.observed import Observed
 from fp8plan.runtime.apply.doctor.over_http import answers
 from fp8plan.runtime.apply.doctor.over_http.client import CannotLook, Refused, Server, shown
 from fp8plan.runtime.apply.engine.base import driven
+from fp8plan.runtime.apply.engine.counters import SINCE_START
 from fp8plan.runtime.apply.plugin import STATUS
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
@@ -36,13 +37,6 @@ UNSEEN: Final = (
     """the server does not tell; type: vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', or for a """
     "part of it VLLM_SERVER_DEV_MODE=1"
 )
-# Field of an Observed -> a server's counter.
-COUNTERS: Final = {
-    "preemptions": "vllm:num_preemptions_total",
-    "requests": "vllm:request_success_total",
-    "prefix_cache_queries": "vllm:prefix_cache_queries_total",
-    "prefix_cache_hits": "vllm:prefix_cache_hits_total",
-}
 FROM_INSIDE: Final = "a server does not show its weights; type: fp8plan.doctor(engine) in the engine's own process"
 
 
@@ -71,7 +65,7 @@ def observe_server(server: Server, request: Request) -> Observed:
     notes.unseen |= inside | {"weights": FROM_INSIDE}
     counted: dict[str, Any] | None = None
     if page is not None:
-        counted = notes.of("counts", lambda: {field: answers.total(page, name) for field, name in COUNTERS.items()})
+        counted = notes.of("counts", lambda: {field: answers.total(page, name) for name, field in SINCE_START.items()})
     state = SyncState(SyncSettings(), None, fp8_kv=False)
     state.longest_prompt = None if model.max_model_len is None else model.max_model_len - 1
     refuse_given(request, sequences, state)

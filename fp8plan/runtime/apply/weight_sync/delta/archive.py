@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, BinaryIO, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 from zlib import crc32
 
 import msgspec
 from msgspec import Struct
 
-from fp8plan.checks import arrow
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.model.weight_changes import frame_bytes
+from fp8plan.packages import PARQUET, package
 from fp8plan.runtime.apply.interrupts import let_in
 from fp8plan.runtime.apply.weight_sync.delta.files import UnreadableError
 from fp8plan.runtime.apply.weight_sync.delta.patch import refuse_values, unpacked
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CODECS: Final = (None, "zstd")
-ZSTD: Final = "the codec zstd"  # in an error
 TAIL: Final = struct.Struct("<qq")  # the index's checksum, and its bytes
 
 
@@ -161,10 +160,15 @@ def _most_bytes(entry: Entry) -> int:
 
 
 def _compressed(data: bytes) -> bytes:
-    return bytes(arrow(ZSTD).compress(data, codec="zstd", asbytes=True))
+    return bytes(zstd().compress(data, codec="zstd", asbytes=True))
 
 
 def _expanded(data: bytearray, nbytes: int) -> bytearray:
     """Expand a patch. Raises OSError for other bytes than `nbytes` compressed ones."""
-    plain = arrow(ZSTD).decompress(memoryview(data), decompressed_size=nbytes, codec="zstd", asbytes=True)
+    plain = zstd().decompress(memoryview(data), decompressed_size=nbytes, codec="zstd", asbytes=True)
     return bytearray(plain)
+
+
+def zstd() -> Any:
+    """Return pyarrow, which compresses. Raises ConfigError without it."""
+    return package("pyarrow", "the codec zstd", PARQUET)

@@ -23,11 +23,11 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from fp8plan.checks import arrow, instance
+from fp8plan.checks import instance
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.model.weight_changes import TopK
-from fp8plan.runtime.apply.weight_sync.delta.archive import CODECS, ZSTD, blocks
+from fp8plan.runtime.apply.weight_sync.delta.archive import CODECS, blocks, zstd
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
 from fp8plan.runtime.apply.weight_sync.delta.listing import LATEST, Latest, Link, Store, Writer
 from fp8plan.runtime.apply.weight_sync.delta.patch import packed, refuse_values, whole
@@ -71,7 +71,6 @@ class Publisher:
     url:    of the store; an engine must have followed it once (Follower), unless `fp8` is given
     fp8:    names of the tensors that engines hold in FP8; None: as engine.json says
     every:  one in so many versions is also written whole, for engines that come late
-    device: place of the trainer's copy of the last version, "cpu" or "cuda"
     codec:  "zstd" or None
     top_k:  writes the most useful changes only; None: all of them
 
@@ -85,18 +84,17 @@ class Publisher:
         *,
         fp8: Collection[str] | None = None,
         every: int = EVERY,
-        device: str = "cpu",
         codec: str | None = None,
         top_k: TopK | None = None,
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"codec is {codec!r}; allowed: None, 'zstd'")
         if codec is not None:
-            arrow(ZSTD)
+            zstd()
         if top_k is not None:
             instance("top_k", top_k, TopK, "TopK(share=1e-4)")
         self._every = whole_number("every", every, 1)
-        self._store, self._device, self._codec, self._top_k = Store(url), device, codec, top_k
+        self._store, self._codec, self._top_k = Store(url), codec, top_k
         self._held = self._store.held()
         if fp8 is None and self._held is None:
             raise ConfigError(
@@ -196,7 +194,7 @@ class Publisher:
         self._wide = frozenset() if held is None else held.wide
         fp8 = held.fp8 if held is not None and self._fp8 is None else self._fp8 or frozenset()
         twins = () if held is None else held.twins
-        base = Base((), self._device, fp8, self._top_k, twins, self._every)
+        base = Base((), "cpu", fp8, self._top_k, twins, self._every)
         base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
         refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
         if self._top_k is not None:
