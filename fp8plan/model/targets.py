@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
+
+Unit = Literal["trajectories", "prompts", "trajectories of a replica"]
 
 
 class Starts(NamedTuple):
@@ -15,6 +17,8 @@ class Starts(NamedTuple):
     measures:     who measures the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
     lacks:        precision that it cannot have -> the reason
     engine:       its engine
+    at_once:      its settings for the trajectories at once -> what they count; prompts stand for all their samples
+    starts_all:   what happens where nothing bounds the trajectories at once; "": its settings or its caller do
     """
 
     whole_blocks: bool = False
@@ -22,21 +26,53 @@ class Starts(NamedTuple):
     measures: str = ""
     lacks: Mapping[str, str] = MappingProxyType({})
     engine: str = "vLLM"
+    at_once: Mapping[str, Unit] = MappingProxyType({})
+    starts_all: str = ""
 
 
 _NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
 _FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed: bf16, fp8_block, fp8_block+fp8_kv"
 
+# Trajectories at once. verl 0.9.1: AgentLoopConfig of workers/config/rollout.py has no setting for them. TRL 1.16:
+# async_grpo_config.py of experimental/async_grpo has one; the tool loop of trl/trainer/grpo_trainer.py has none. NeMo
+# RL: nemo_rl/experience/rollouts.py. SkyRL 0.3.0: FullyAsyncConfig of skyrl/train/config/config.py; a worker holds the
+# samples of one prompt. prime-rl: ConcurrencyConfig of prime_rl/configs/orchestrator.py. slime: a semaphore of
+# slime/rollout/sglang_rollout.py holds as many whole trajectories as this, times its engines. OpenRLHF 0.11.2:
+# openrlhf/trainer/ppo_utils/samples_generator.py hands all prompts of a batch to its engines.
+_VERL: Final = "verl has no setting for it. Its agent loops start the whole batch"
+_TRL: Final = "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together"
+_NEMO_RL: Final = "NeMo RL has no setting for it. It starts the whole batch"
+_OPENRLHF: Final = "OpenRLHF has no setting for it. It starts the whole batch"
+
 # Targets of settings. Behind vLLM's, verl's and TRL's with fp8plan stand programs without it.
 TARGETS: Final = {
     "vllm": Starts(),
-    "verl": Starts(True, "verl", "fp8plan"),
-    "trl": Starts(False, "TRL", "fp8plan"),
+    "verl": Starts(True, "verl", "fp8plan", starts_all=_VERL),
+    "trl": Starts(
+        sender="TRL",
+        measures="fp8plan",
+        at_once={"experimental.async_grpo: max_inflight_tasks": "trajectories"},
+        starts_all=_TRL,
+    ),
     "vllm-serve": Starts(),
-    "verl-stock": Starts(True, "verl"),
-    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}),
-    "skyrl": Starts(False, "SkyRL"),
-    "prime-rl": Starts(False, "prime-rl"),
-    "slime": Starts(True, "slime", engine="SGLang"),
-    "openrlhf": Starts(False, "OpenRLHF", "", dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8)),
+    "verl-stock": Starts(True, "verl", starts_all=_VERL),
+    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}, starts_all=_NEMO_RL),
+    "skyrl": Starts(sender="SkyRL", at_once={"trainer.fully_async.num_parallel_generation_workers": "prompts"}),
+    "prime-rl": Starts(
+        sender="prime-rl",
+        at_once=dict.fromkeys(
+            ("orchestrator.concurrency.max_inflight", "orchestrator.concurrency.min_inflight"), "trajectories"
+        ),
+    ),
+    "slime": Starts(
+        True,
+        "slime",
+        engine="SGLang",
+        at_once={"--sglang-server-concurrency": "trajectories of a replica"},
+    ),
+    "openrlhf": Starts(
+        sender="OpenRLHF",
+        lacks=dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8),
+        starts_all=_OPENRLHF,
+    ),
 }

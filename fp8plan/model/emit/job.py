@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.concurrent import at_once_settings
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.risk.expected import TIS_FLOOR, RiskBudget
 from fp8plan.model.setup import EngineSetup
@@ -70,6 +71,14 @@ class Job:
     def constant_tis(self) -> float | None:
         """C of token TIS in a trainer that keeps it as it is: the end of the default law. None: no correction"""
         return None if self.tis is None else min(self.tis, TIS_FLOOR)
+
+    @property
+    def at_once(self) -> dict[str, int]:
+        """The target's settings for the plan's trajectories at once; {} if all of them run, and for one turn."""
+        number = (self.workload.get("turns") or {}).get("concurrent")
+        if number is None:
+            return {}
+        return at_once_settings(self.target, number, self.tokens("samples"), self.setup.limits.data_parallel_size)
 
     def tokens(self, key: str) -> int:
         """One of the workload's counts. Raises ConfigError if the workload does not have it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.concurrent import concurrent_notes
+from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
 from fp8plan.model.risk.remedies import BLOCK, POW2
@@ -18,7 +18,25 @@ FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns
 
 def rollout_notes(job: Job) -> list[str]:
     """Notes that stand below every target's settings: trajectories at once, mismatch, and grids of numbers."""
-    return [*concurrent_notes(job.workload, job.target), *_mismatch_notes(job), *_grid_notes(job)]
+    return [*_at_once_notes(job), *_mismatch_notes(job), *_grid_notes(job)]
+
+
+def _at_once_notes(job: Job) -> list[str]:
+    """Notes on the trajectories at once; [] for a workload without turns."""
+    turns, samples, starts = job.workload.get("turns"), job.workload["samples"], TARGETS[job.target]
+    if turns is None:
+        return []
+    number, every = turns.get("concurrent"), job.workload["prompts"] * samples
+    bound = " and ".join(starts.at_once) or "the caller of the engine"
+    planned = f"planned for {number or every} trajectories at once, of {every}"
+    notes = [f"{planned}: {starts.starts_all or f'bounded by {bound}'}"]
+    if number is not None:
+        words = concurrent_words(number, samples, job.setup.limits.data_parallel_size)
+        if not starts.starts_all:
+            words.pop(job.target, None)
+        elsewhere = (f"{TARGETS[other].sender}'s {typed}" for other, typed in words.items())
+        notes.append(f"elsewhere they are {', '.join(elsewhere)}")
+    return notes
 
 
 def _grid_notes(job: Job) -> list[str]:

@@ -58,5 +58,7 @@ def emit_skyrl(job: Job) -> str:
         f"{mini} is yours to set: at most {job.tokens('prompts')}, the batch (SkyRL's default is 256)",
         *variable_notes(job, STOCK),
     ]
+    if job.at_once:
+        more.append("its fully asynchronous trainer alone reads trainer.fully_async; main_base starts the whole batch")
     words = [*(yaml(key, value) for key, value in settings.items()), *remedies]
     return pasted([[word] for word in words], notes(job, STOCK, f"{_ENGINE}.num_engines", *more))

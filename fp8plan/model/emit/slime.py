@@ -57,7 +57,7 @@ def emit_slime(job: Job) -> str:
         "--use-tis": job.constant_tis is not None,
     }
     if limits.max_num_seqs > _CONCURRENT:
-        settings["--sglang-server-concurrency"] = int(limits.max_num_seqs)
+        settings.setdefault("--sglang-server-concurrency", int(limits.max_num_seqs))
     if setup.precision.kv == "fp8":
         settings["--sglang-kv-cache-dtype"] = "fp8_e4m3"
     if job.constant_tis is not None:

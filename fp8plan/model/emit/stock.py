@@ -62,7 +62,7 @@ def engine_words(job: Job, stock: Stock) -> dict[str, Any]:
     job.refuse(stock.title)
     if not stock.keeps and job.setup.precision.weights != "bf16" and kept_patterns(job.setup):
         raise ConfigError(f"{stock.title} has no word for linears that stay in BF16; plan again without --keep-bf16")
-    settings = {}
+    settings: dict[str, Any] = dict(job.at_once)
     for name, value in _arguments(job, stock).items():
         if name in stock.words:
             settings[stock.words[name]] = value

@@ -17,12 +17,11 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
-from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, power, speed_up
 from fp8plan.model.plan.scene import CONCURRENT, NOTHING, UNKNOWN, Lever, Scene
-from fp8plan.model.plan.turn_levers import cap, turn_levers
+from fp8plan.model.plan.turn_levers import at_once_words, cap
 from fp8plan.model.plan.turn_sentences import WORTH
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
@@ -44,7 +43,7 @@ def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
     every += [*_samples(scene), *_more_gpus(scene), *_speculative(scene, tuned.request.speculation)]
     every += [*sync_levers(scene), *remedy_levers(scene)]
-    every += cap(scene) if scene.request.batch.turns is None else turn_levers(scene)
+    every += cap(scene) if scene.request.batch.turns is None else tuned.best.levers
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
     every = [replace(lever, of_turns=scene.request.batch.turns is not None) for lever in every]
@@ -60,7 +59,7 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             continue
         words = {"vllm": _flag(name, new)}
         if name == CONCURRENT:
-            words = {"fp8plan": _flag(name, new), **concurrent_words(new, scene.request.workload.samples_per_prompt)}
+            words = at_once_words(scene, new)
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
         gain = speed_up(without, scene.before, scene.profile)

@@ -94,7 +94,7 @@ def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, s
         words["vllm"] = f"{ENGINE_E8M0}=1"
     for trainer in TRAINERS:
         try:
-            words[trainer.name] = trainer.typed(remedy)
+            words[trainer.target] = trainer.typed(remedy)
         except ConfigError:  # a trainer without this remedy
             continue
     return words
