@@ -108,5 +108,11 @@ def shared_gpu_note(setup: EngineSetup) -> str:
 
 def replicas_note(setup: EngineSetup, how: str) -> str:
     """A note on the number of planned replicas, and `how` they come about."""
-    ranks, replicas = setup.limits.tensor_parallel_size, setup.limits.data_parallel_size
-    return f"planned for {replicas} replica(s) of {ranks} GPU(s), {ranks * replicas} in all: {how}"
+    limits = setup.limits
+    layout = f"{limits.data_parallel_size} replica(s) of {limits.tensor_parallel_size} GPU(s), {limits.gpus} in all"
+    return f"planned for {layout}: {how}"
+
+
+def mini_batch_note(trainer: str, setting: str, most: str) -> str:
+    """A note on the size of a mini-batch, whose default may be above the batch. most: the largest in words"""
+    return f"{setting} is yours to set: at most {most} ({trainer}'s default is 256)"

@@ -126,19 +126,19 @@ VERL: Final = Trainer(
 )
 
 # NeMo RL: docs/guides/router-replay.md and PR 2590; docs/fp8.md and examples/configs/grpo_math_8B_megatron_fp8.yaml.
-_MEGATRON_CFG: Final = "policy.megatron_cfg"
+_MEGATRON_CFG: Final = "++policy.megatron_cfg"
 _OF_NEMO: Final = _megatron(
     (f"{_MEGATRON_CFG}.fp8_cfg.fp8_recipe=",),
-    f"+{_MEGATRON_CFG}.env_vars.{FP32_SCALES}='{{}}'",
+    f"{_MEGATRON_CFG}.env_vars.{FP32_SCALES}='{{}}'",
     f"{_MEGATRON_CFG}.fp8_cfg.enabled=true",
     f"{_MEGATRON_CFG}.fp8_cfg.fp8=e4m3",
 )
 _POW2_ROLLOUT: Final = tuple(
-    f"policy.generation.vllm_cfg.pow2_{part}_scaling_factors=true" for part in ("weight", "activation")
+    f"++policy.generation.vllm_cfg.pow2_{part}_scaling_factors=true" for part in ("weight", "activation")
 )
 NEMO_RL: Final = Trainer(
     "nemo-rl",
-    ("policy.router_replay.enabled=true",),
+    ("++policy.router_replay.enabled=true",),
     {**_OF_NEMO, POW2: (*_OF_NEMO[POW2], *_POW2_ROLLOUT)},
 )
 
