@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fp8plan.cli import console
-from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, starting_engines
+from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, show_result, starting_engines
 from fp8plan.cli.program import app, not_none, option
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS
@@ -72,16 +72,12 @@ def validate_command(
     """Compare predictions with measured rollouts."""
     from fp8plan.model.validate.records import read_run
     from fp8plan.model.validate.validate import validate
+    from fp8plan.views.measured import validation_report
 
     run = read_run(file, include_first)
     result = validate(run.compared(), strict, progress=progress("predicting"))
     print_notes([*run.notes, *result.warnings])
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
-    else:
-        from fp8plan.views.measured import validation_report
-
-        show(validation_report(result))
+    show_result(result, as_json, validation_report)
 
 
 RUN = "What ran (for validate)"
@@ -223,6 +219,8 @@ def doctor_command(
     Exits with 1 if there is a fault, and with 2 for a server that cannot be checked. In the engine's own process
     fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
     """
+    from fp8plan.views.findings import doctor_report
+
     for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
     if host:
         if target or engine or gpu or precision or trainer_precision or for_a_server:
@@ -248,11 +246,6 @@ def doctor_command(
         from fp8plan.runtime.apply.doctor.doctor import doctor
 
         diagnosis = doctor(target, gpu=gpu, precision=precision, trainer_precision=trainer_precision, **for_a_server)
-    if as_json:
-        print(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
-    else:
-        from fp8plan.views.findings import doctor_report
-
-        show(doctor_report(diagnosis))
+    show_result(diagnosis, as_json, doctor_report)
     if diagnosis.faults:
         raise typer.Exit(1)

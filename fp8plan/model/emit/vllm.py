@@ -168,19 +168,15 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
     """The shell command that serves the same engine."""
-    return shlex.join([*_assignments(env), "vllm", "serve", str(kwargs["model"]), *_flags(kwargs), *extra])
+    variables = [f"{name}={value}" for name, value in env.items()]
+    arguments = {name: value for name, value in kwargs.items() if name != "model"}
+    return shlex.join([*variables, "vllm", "serve", str(kwargs["model"]), *serve_flags(arguments), *extra])
 
 
-def _assignments(env: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in env.items()]
-
-
-def _flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
+def serve_flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
     """The words of `vllm serve` for arguments of `vllm.LLM`."""
     for name, value in kwargs.items():
         flag = name.replace("_", "-")
-        if name == "model":
-            continue
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         else:

@@ -17,12 +17,11 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
-from fp8plan.model.emit.vllm import precision_words
+from fp8plan.model.emit.vllm import precision_words, serve_flags
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.choice import SpeedUp, power, speed_up
 from fp8plan.model.plan.scene import CONCURRENT, NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.plan.turn_levers import at_once_words, cap
-from fp8plan.model.plan.turn_sentences import WORTH
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.remedies import remedy_levers
@@ -57,7 +56,7 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             without = scene.under({name: old})
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
-        words = {"vllm": _flag(name, new)}
+        words = {"vllm": " ".join(serve_flags({name: new}))}
         if name == CONCURRENT:
             words = at_once_words(scene, new)
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
@@ -67,14 +66,6 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         yield Lever(
             f"{name} {new}", setting, words, without.makespan_s, scene.before.makespan_s, gain, NOTHING, in_plan=True
         )
-
-
-def _flag(name: str, value: Any) -> str:
-    """The option of a command line that sets a limit."""
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{flag}"
-    return f"--{flag} {value}"
 
 
 FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
@@ -99,11 +90,6 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         kl = f"KL k3 {power(with_it.expected.kl_k3)} instead of {power(without.expected.kl_k3)}"
         gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
-        if differing == ["kv"] and scene.request.batch.turns is not None and without.memory is not None:
-            holder = scene if in_plan else Scene.of(with_it, scene.request, scene.profile)
-            kept = holder.kept_gain(without.memory.kv_cache_tokens)
-            if kept >= WORTH:
-                setting += f"; {kept:.2f}x of its gain is by the prefixes and requests that a larger cache keeps"
         yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
 
 
@@ -309,7 +295,7 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
     if replicas > scene.request.batch.at_once or scene.choice.setup.gpu.is_cpu:
         return
     rollout = scene.run(scene.request.batch, data_parallel_size=replicas)
-    gpus = replicas * limits.tensor_parallel_size
+    gpus = 2 * limits.gpus
     price = f"{2 * rollout.makespan_s / scene.before.makespan_s:.2f} times the GPU seconds"
     words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
     setting = f"as replicas, instead of {gpus // 2}"
@@ -329,14 +315,11 @@ def _speculative(scene: Scene, drafts: Speculation | None) -> Iterator[Lever]:
     if drafts.source.head:
         price += "; a head that no weight sync reaches is accepted less and less"
     limits, config = drafts.limits(setup), json.dumps(drafts.config)
-    flags = [
-        f"--{name.replace('_', '-')} {getattr(limits, name)}"
-        for name in ("max_num_batched_tokens", "max_cudagraph_capture_size")
-        if getattr(limits, name) != getattr(setup.limits, name)
-    ]
+    sizes = ("max_num_batched_tokens", "max_cudagraph_capture_size")
+    changed = {name: getattr(limits, name) for name in sizes if getattr(limits, name) != getattr(setup.limits, name)}
     verl = f"+{VERL}.engine_kwargs.vllm.speculative_config"
     words = {
-        "vllm": " ".join([f"--speculative-config '{config}'", *flags]),
+        "vllm": " ".join([f"--speculative-config '{config}'", *serve_flags(changed)]),
         "verl": " ".join(f"{verl}.{name}={value}" for name, value in drafts.config.items()),
         "trl": f"trl vllm-serve --speculative_config '{config}'",
     }

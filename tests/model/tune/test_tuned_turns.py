@@ -137,7 +137,8 @@ def test_levers_of_turns_are_plans_of_turns(found: dict[str, Lever], tuned: Tune
     assert found["prefix caching off"].after_s == pytest.approx(
         next(c for c in without.tried if c.setup.precision == tuned.best.chosen.setup.precision).timed.makespan_s
     )
-    assert "by the prefixes and requests that a larger cache keeps" in found["FP8 KV cache"].setting
+    assert found["FP8 KV cache"].in_plan
+    assert any("by the prefixes and requests that a larger KV cache keeps" in x for x in tuned.best.plan.reasons)
     two = predict(replace(asked(number), limits=replace(tuned.best.plan.limits, data_parallel_size=2)))
     same = next(c for c in two.tried if c.setup.precision == tuned.best.chosen.setup.precision)
     assert found["2 GPUs"].after_s == pytest.approx(same.timed.makespan_s)
