@@ -222,8 +222,9 @@ def doctor_command(
     from fp8plan.views.findings import doctor_report
 
     for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
+    for_a_target = [target, precision, trainer_precision, *for_a_server]
     if host:
-        if target or engine or gpu or precision or trainer_precision or for_a_server:
+        if engine or gpu or any(for_a_target):
             raise ConfigError("--host times this machine's CPU; leave out TARGET, and options other than --json")
         from fp8plan.runtime.this_host import time_host
 
@@ -232,7 +233,7 @@ def doctor_command(
         print(json.dumps({"host_loop_s": loop_s}) if as_json else f"for engines on this machine: plan ... {option_s}")
         return
     if engine:
-        if target or precision or trainer_precision or for_a_server:
+        if any(for_a_target):
             raise ConfigError(
                 "--engine tests the installed vLLM; leave out TARGET, and options other than --gpu and --json"
             )

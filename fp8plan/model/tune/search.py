@@ -269,13 +269,11 @@ class Setting(NamedTuple):
     choice: Candidate
 
 
-Engine = tuple[Precision, tuple[int, bool], int]  # precision, cut and replicas
 Timed = tuple[int, int, Candidate]  # numbers of a point and of a candidate, and the candidate with its makespan there
 
 
-def _engine(candidate: Candidate) -> Engine:
-    limits = candidate.setup.limits
-    return candidate.setup.precision, limits.cut, limits.data_parallel_size
+def _engine(candidate: Candidate) -> tuple[Precision, tuple[int, bool, int]]:
+    return candidate.setup.precision, candidate.setup.limits.layout
 
 
 @dataclass(frozen=True, slots=True)
