@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import errno
 import io
-import json
 import os
 import sys
 from collections import Counter
@@ -87,14 +86,6 @@ def show(report: RenderableType, on_stderr: bool = False) -> None:
     if not console.is_terminal:  # a pipe or a file has no width: keep every row on one line
         console = Console(stderr=on_stderr, width=200)
     console.print(report, crop=False)
-
-
-def show_result(result: Any, as_json: bool, report: Callable[[Any], RenderableType]) -> None:
-    """Print a result as JSON, by its `to_dict`, or as its report."""
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
-    else:
-        show(report(result))
 
 
 def check(outputs: Sequence[tuple[str, str]]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.console import print_notes, show, show_result, starting_engines
+from fp8plan.cli.console import print_notes, show, starting_engines
 from fp8plan.cli.program import app, option
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies, typed_kept
@@ -111,7 +111,10 @@ def probe_command(
             progress=lambda text: print(text, file=sys.stderr),
             **kernel,
         )
-    show_result(measured, as_json, probe_report)
+    if as_json:
+        print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
+    else:
+        show(probe_report(measured))
     if all(probed.error for probed in measured.findings):
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fp8plan.cli import console
-from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, show_result, starting_engines
+from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, starting_engines
 from fp8plan.cli.program import app, not_none, option
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS
@@ -77,7 +77,10 @@ def validate_command(
     run = read_run(file, include_first)
     result = validate(run.compared(), strict, progress=progress("predicting"))
     print_notes([*run.notes, *result.warnings])
-    show_result(result, as_json, validation_report)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+    else:
+        show(validation_report(result))
 
 
 RUN = "What ran (for validate)"
@@ -247,6 +250,9 @@ def doctor_command(
         from fp8plan.runtime.apply.doctor.doctor import doctor
 
         diagnosis = doctor(target, gpu=gpu, precision=precision, trainer_precision=trainer_precision, **for_a_server)
-    show_result(diagnosis, as_json, doctor_report)
+    if as_json:
+        print(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
+    else:
+        show(doctor_report(diagnosis))
     if diagnosis.faults:
         raise typer.Exit(1)

@@ -31,6 +31,7 @@ class Starts(NamedTuple):
 
 
 _NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
+_BF16_ALONE: Final = dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8)
 _FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed: bf16, fp8_block, fp8_block+fp8_kv"
 
 # Trajectories at once. verl 0.9.1: AgentLoopConfig of workers/config/rollout.py has no setting for them. TRL 1.16:
@@ -39,40 +40,25 @@ _FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed:
 # samples of one prompt. prime-rl: ConcurrencyConfig of prime_rl/configs/orchestrator.py. slime: a semaphore of
 # slime/rollout/sglang_rollout.py holds as many whole trajectories as this, times its engines. OpenRLHF 0.11.2:
 # openrlhf/trainer/ppo_utils/samples_generator.py hands all prompts of a batch to its engines.
-_VERL: Final = "verl has no setting for it. Its agent loops start the whole batch"
+_WHOLE_BATCH: Final = "it has no setting for it, and starts the whole batch"
 _TRL: Final = "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together"
-_NEMO_RL: Final = "NeMo RL has no setting for it. It starts the whole batch"
-_OPENRLHF: Final = "OpenRLHF has no setting for it. It starts the whole batch"
+_ASYNC_TRL: Final[Mapping[str, Unit]] = {"experimental.async_grpo: max_inflight_tasks": "trajectories"}
+_SKYRL: Final[Mapping[str, Unit]] = {"trainer.fully_async.num_parallel_generation_workers": "prompts"}
+_PRIME_RL: Final[Mapping[str, Unit]] = {
+    f"orchestrator.concurrency.{end}_inflight": "trajectories" for end in ("max", "min")
+}
+_SLIME: Final[Mapping[str, Unit]] = {"--sglang-server-concurrency": "trajectories of a replica"}
 
 # Targets of settings. Behind vLLM's, verl's and TRL's with fp8plan stand programs without it.
 TARGETS: Final = {
     "vllm": Starts(),
-    "verl": Starts(True, "verl", "fp8plan", starts_all=_VERL),
-    "trl": Starts(
-        sender="TRL",
-        measures="fp8plan",
-        at_once={"experimental.async_grpo: max_inflight_tasks": "trajectories"},
-        starts_all=_TRL,
-    ),
+    "verl": Starts(True, "verl", "fp8plan", starts_all=_WHOLE_BATCH),
+    "trl": Starts(False, "TRL", "fp8plan", at_once=_ASYNC_TRL, starts_all=_TRL),
     "vllm-serve": Starts(),
-    "verl-stock": Starts(True, "verl", starts_all=_VERL),
-    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}, starts_all=_NEMO_RL),
-    "skyrl": Starts(sender="SkyRL", at_once={"trainer.fully_async.num_parallel_generation_workers": "prompts"}),
-    "prime-rl": Starts(
-        sender="prime-rl",
-        at_once=dict.fromkeys(
-            ("orchestrator.concurrency.max_inflight", "orchestrator.concurrency.min_inflight"), "trajectories"
-        ),
-    ),
-    "slime": Starts(
-        True,
-        "slime",
-        engine="SGLang",
-        at_once={"--sglang-server-concurrency": "trajectories of a replica"},
-    ),
-    "openrlhf": Starts(
-        sender="OpenRLHF",
-        lacks=dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8),
-        starts_all=_OPENRLHF,
-    ),
+    "verl-stock": Starts(True, "verl", starts_all=_WHOLE_BATCH),
+    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}, starts_all=_WHOLE_BATCH),
+    "skyrl": Starts(False, "SkyRL", at_once=_SKYRL),
+    "prime-rl": Starts(False, "prime-rl", at_once=_PRIME_RL),
+    "slime": Starts(True, "slime", engine="SGLang", at_once=_SLIME),
+    "openrlhf": Starts(False, "OpenRLHF", lacks=_BF16_ALONE, starts_all=_WHOLE_BATCH),
 }

@@ -11,7 +11,7 @@ from typing import Any, Final
 from fp8plan.model.architecture.kept import OUTPUTS, ends_of
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.spelling import hydra
-from fp8plan.model.emit.stock import Stock, common_settings, remedy_words, stock_words
+from fp8plan.model.emit.stock import Stock, common_settings, remedy_words, stock_words, under
 from fp8plan.model.emit.trainers import NEMO_RL
 
 _VLLM: Final = "++policy.generation.vllm_cfg"
@@ -25,13 +25,10 @@ STOCK: Final = Stock(
     engine="vLLM 0.25.1",
     words={
         "model": "++policy.model_name",
-        "tensor_parallel_size": f"{_VLLM}.tensor_parallel_size",
         "expert_ranks": f"{_VLLM}.expert_parallel_size",
-        "gpu_memory_utilization": f"{_VLLM}.gpu_memory_utilization",
+        **under(f"{_VLLM}.", "tensor_parallel_size", "gpu_memory_utilization", "enable_prefix_caching"),
+        **under(f"{_VLLM}.", "enforce_eager", "kv_cache_dtype"),
         "max_model_len": "++policy.max_total_sequence_length",
-        "enable_prefix_caching": f"{_VLLM}.enable_prefix_caching",
-        "enforce_eager": f"{_VLLM}.enforce_eager",
-        "kv_cache_dtype": f"{_VLLM}.kv_cache_dtype",
         "prompts": "++grpo.num_prompts_per_step",
         "samples": "++grpo.num_generations_per_prompt",
         "max_prompt_tokens": "++data.max_input_seq_length",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.stock import Stock, common_settings, stock_words
+from fp8plan.model.emit.stock import Stock, common_settings, stock_words, under
 from fp8plan.model.emit.trainers import OPENRLHF
 
 _CORRECTION: Final = "--algo.advantage.is_correction"
@@ -20,11 +20,8 @@ STOCK: Final = Stock(
     engine="vLLM 0.29",
     words={
         "model": "--actor.model_name_or_path",
-        "tensor_parallel_size": "--vllm.tensor_parallel_size",
-        "gpu_memory_utilization": "--vllm.gpu_memory_utilization",
+        **under("--vllm.", "tensor_parallel_size", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
         "max_model_len": "--data.max_len",
-        "enable_prefix_caching": "--vllm.enable_prefix_caching",
-        "enforce_eager": "--vllm.enforce_eager",
         "data_parallel_size": "--vllm.num_engines",
         "prompts": "--rollout.batch_size",
         "samples": "--rollout.n_samples_per_prompt",

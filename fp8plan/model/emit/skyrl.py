@@ -11,16 +11,11 @@ from typing import Final
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.notes import mini_batch_note
 from fp8plan.model.emit.spelling import yaml
-from fp8plan.model.emit.stock import Stock, common_settings, stock_words
+from fp8plan.model.emit.stock import Stock, common_settings, stock_words, under
 from fp8plan.model.emit.trainers import SKYRL
 
 _ENGINE: Final = "generator.inference_engine"
 _CORRECTION: Final = "trainer.algorithm.off_policy_correction"
-
-_SAME: Final = (  # arguments that have vLLM's own name
-    *("tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
-    *("enable_prefix_caching", "enforce_eager"),
-)
 
 STOCK: Final = Stock(
     title="SkyRL 0.3.0",
@@ -28,7 +23,8 @@ STOCK: Final = Stock(
     engine="vLLM 0.23",
     words={
         "model": "trainer.policy.model.path",
-        **{name: f"{_ENGINE}.{name}" for name in _SAME},
+        **under(f"{_ENGINE}.", "tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs"),
+        **under(f"{_ENGINE}.", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager"),
         "expert_ranks": f"{_ENGINE}.expert_parallel_size",
         "data_parallel_size": f"{_ENGINE}.num_engines",
         "prompts": "trainer.train_batch_size",

@@ -68,6 +68,11 @@ class Stock:
     tis: bool = True
 
 
+def under(start: str, *names: str) -> dict[str, str]:
+    """The words for arguments that keep vLLM's own name behind `start`."""
+    return {name: f"{start}{name}" for name in names}
+
+
 def common_settings(job: Job, stock: Stock) -> dict[str, Any]:
     """The settings of the engine and the batch. Raises ConfigError for an engine that the trainer cannot start."""
     job.refuse(stock.title)

@@ -19,7 +19,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.emit.vllm import precision_words, serve_flags
 from fp8plan.model.limits import VERLS
-from fp8plan.model.plan.choice import SpeedUp, power, speed_up
+from fp8plan.model.plan.choice import SpeedUp, power
 from fp8plan.model.plan.scene import CONCURRENT, NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.plan.turn_levers import at_once_words, cap
 from fp8plan.model.rollout import WHOLE, simulate
@@ -61,11 +61,8 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             words = at_once_words(scene, new)
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
-        gain = speed_up(without, scene.before, scene.profile)
         setting = f"instead of {in_words(name, old)}"
-        yield Lever(
-            f"{name} {new}", setting, words, without.makespan_s, scene.before.makespan_s, gain, NOTHING, in_plan=True
-        )
+        yield scene.lever(f"{name} {new}", setting, words, scene.before, NOTHING, before=without, in_plan=True)
 
 
 FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
@@ -80,7 +77,6 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             continue
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
-        before, after = without.timed, with_it.timed
         name, vllms = FP8_PARTS[differing[0]], precision_words(with_it.setup, without.setup.precision)
         words = ({"vllm": vllms} if vllms else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
@@ -88,9 +84,8 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         if levels[0] != levels[1]:
             price += f", {levels[1]} without"
         kl = f"KL k3 {power(with_it.expected.kl_k3)} instead of {power(without.expected.kl_k3)}"
-        gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
-        yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
+        yield scene.lever(name, setting, words, with_it.timed, price, without.timed, mismatch=kl, in_plan=in_plan)
 
 
 def asked_for_more(batch: Batch, share: float) -> Batch:

@@ -168,10 +168,8 @@ class Tuned:
 
     def gain(self) -> SpeedUp:
         """The speed of the best plan's choice over that of the choice under the limits before."""
-        before, after, steps_s = self.base.chosen, self.best.chosen, None
-        if before.step_s is not None and after.step_s is not None:
-            steps_s = before.step_s, after.step_s
-        return speed_up(before.timed, after.timed, self.best.profile, steps_s)
+        before, after = self.base.chosen, self.best.chosen
+        return speed_up(before.timed, after.timed, self.best.profile, (before.step_s, after.step_s))
 
     def scene(self) -> Scene:
         """The best plan's choice, simulated."""
