@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
@@ -28,6 +29,15 @@ class Starts(NamedTuple):
     engine: str = "vLLM"
     at_once: Mapping[str, Unit] = MappingProxyType({})
     starts_all: str = ""
+
+    def settings_at_once(self, number: int, samples: int, replicas: int) -> dict[str, int]:
+        """Its settings for so many trajectories at once on all replicas; {} if it has none. samples: of each prompt"""
+        counted: dict[Unit, int] = {
+            "trajectories": number,
+            "prompts": max(1, number // samples),
+            "trajectories of a replica": ceil(number / replicas),
+        }
+        return {setting: counted[unit] for setting, unit in self.at_once.items()}
 
 
 _NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
@@ -62,3 +72,9 @@ TARGETS: Final = {
     "slime": Starts(True, "slime", engine="SGLang", at_once=_SLIME),
     "openrlhf": Starts(False, "OpenRLHF", lacks=_BF16_ALONE, starts_all=_WHOLE_BATCH),
 }
+
+
+def words_at_once(number: int, samples: int, replicas: int) -> dict[str, str]:
+    """Target -> its words for so many trajectories at once; a target without any is left out."""
+    settings = {target: starts.settings_at_once(number, samples, replicas) for target, starts in TARGETS.items()}
+    return {target: " and ".join(f"{x}={value}" for x, value in own.items()) for target, own in settings.items() if own}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.concurrent import at_once_settings
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.risk.expected import TIS_FLOOR, RiskBudget
 from fp8plan.model.setup import EngineSetup
@@ -78,7 +77,8 @@ class Job:
         number = (self.workload.get("turns") or {}).get("concurrent")
         if number is None:
             return {}
-        return at_once_settings(self.target, number, self.tokens("samples"), self.setup.limits.data_parallel_size)
+        samples, replicas = self.tokens("samples"), self.setup.limits.data_parallel_size
+        return TARGETS[self.target].settings_at_once(number, samples, replicas)
 
     def tokens(self, key: str) -> int:
         """One of the workload's counts. Raises ConfigError if the workload does not have it."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
 from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.targets import TARGETS
+from fp8plan.model.targets import TARGETS, words_at_once
 
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"
@@ -31,7 +30,7 @@ def _at_once_notes(job: Job) -> list[str]:
     planned = f"planned for {number or every} trajectories at once, of {every}"
     notes = [f"{planned}: {starts.starts_all or f'bounded by {bound}'}"]
     if number is not None:
-        words = concurrent_words(number, samples, job.setup.limits.data_parallel_size)
+        words = words_at_once(number, samples, job.setup.limits.data_parallel_size)
         if not starts.starts_all:
             words.pop(job.target, None)
         elsewhere = (f"{TARGETS[other].sender}'s {typed}" for other, typed in words.items())
@@ -113,6 +112,6 @@ def replicas_note(setup: EngineSetup, how: str) -> str:
     return f"planned for {layout}: {how}"
 
 
-def mini_batch_note(trainer: str, setting: str, most: str) -> str:
-    """A note on the size of a mini-batch, whose default may be above the batch. most: the largest in words"""
-    return f"{setting} is yours to set: at most {most} ({trainer}'s default is 256)"
+def mini_batch_note(job: Job, setting: str) -> str:
+    """A note on the size of a mini-batch, whose default of 256 may be above the batch."""
+    return f"{setting} is yours to set: at most {job.tokens('prompts')}, the prompts of a step (its default is 256)"

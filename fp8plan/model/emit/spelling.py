@@ -40,13 +40,10 @@ def yaml(key: str, value: Any) -> list[str]:
 
 def toml(key: str, value: Any) -> str:
     """A setting as a line of TOML."""
-    return f"{key} = {_toml_value(value)}"
-
-
-def _toml_value(value: Any) -> str:
+    text = json.dumps(value)  # text, lists, numbers and booleans are spelled alike
     if isinstance(value, dict):
-        return f"{{ {', '.join(toml(key, item) for key, item in value.items())} }}"
-    return json.dumps(value)  # text, lists, numbers and booleans are spelled alike
+        text = f"{{ {', '.join(toml(name, item) for name, item in value.items())} }}"
+    return f"{key} = {text}"
 
 
 def flags(name: str, value: Any) -> list[str]:

@@ -19,6 +19,7 @@ from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.limits import VERLS
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
+_MINI_BATCH: Final = "actor_rollout_ref.actor.ppo_mini_batch_size"
 _CORRECTION: Final = "algorithm.rollout_correction"
 
 STOCK: Final = Stock(
@@ -63,7 +64,7 @@ def emit_verl(job: Job) -> str:
     comments = [
         f"fp8plan: {job.engine}; {STOCK.paste}, with fp8plan installed on each node",
         job.plan_note,
-        _mini_batch(job),
+        mini_batch_note(job, _MINI_BATCH),
         replicas_note(job.setup, STOCK.replicas),
         shared_gpu_note(job.setup),
         *rollout_notes(job),
@@ -76,12 +77,7 @@ def emit_verl_stock(job: Job) -> str:
     settings = {f"{_ROLLOUT}.name": "vllm", **common_settings(job, STOCK), **_correction(job.constant_tis)}
     if job.setup.precision.in_blocks:
         settings[f"{_ROLLOUT}.quantization"] = "fp8"
-    return stock_words(job, STOCK, settings, _mini_batch(job))
-
-
-def _mini_batch(job: Job) -> str:
-    most = f"{job.tokens('prompts')}, data.train_batch_size"
-    return mini_batch_note("verl", "actor_rollout_ref.actor.ppo_mini_batch_size", most)
+    return stock_words(job, STOCK, settings, mini_batch_note(job, _MINI_BATCH))
 
 
 def _planned_rollout(job: Job) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -88,16 +89,11 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         yield scene.lever(name, setting, words, with_it.timed, price, without.timed, mismatch=kl, in_plan=in_plan)
 
 
-def asked_for_more(batch: Batch, share: float) -> Batch:
-    """The batch with a share more of requests, whose prompts are drawn from it."""
-    return beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
-
-
 def _stopped(scene: Scene) -> Iterator[Lever]:
     """More responses are asked for than are needed; the rest is aborted when enough have ended."""
     batch, setup = scene.request.batch, scene.choice.setup
     for share in MORE:
-        more = asked_for_more(batch, share)
+        more = beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
         planned = simulate(setup, more, scene.profile, memory=scene.base.memory).schedules
         if any(plan.sampled for plan in planned):
             return
@@ -176,10 +172,6 @@ def _overlapped(scene: Scene, trainer: float, rollout_s: float, *named: Any) -> 
     return Lever(name, setting, words, choice.step_s, after, gain, price, LAGGING, step=True)
 
 
-def _replicas(scene: Scene) -> int:
-    return scene.choice.setup.limits.data_parallel_size
-
-
 def _beside(scene: Scene, share: float, replicas: int, max_lag: int) -> Partial:
     """Steps beside the trainer, with this share of responses in flight beyond a batch."""
     setup = replace(scene.choice.setup, limits=replace(scene.choice.setup.limits, data_parallel_size=replicas))
@@ -193,7 +185,7 @@ def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
     None if tokens are more than `max_lag` versions behind with every share, if not all requests are simulated, and for
     turns, which would be cut in their midst.
     """
-    best, replicas = None, _replicas(scene)
+    best, replicas = None, scene.choice.setup.limits.data_parallel_size
     if scene.request.batch.turns is not None:
         return None
     for share in IN_FLIGHT:
@@ -216,15 +208,13 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     if scene.longest_alone_s > steps * trainer:
         times = f" {steps} times" if steps > 1 else ""
         return f"the longest response alone takes longer than training{times}"
-    own, most = _replicas(scene), scene.request.batch.at_once
+    own, most = scene.choice.setup.limits.data_parallel_size, scene.request.batch.at_once
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:
         too_few, enough = enough, min(most, math.ceil(enough * min(2.0, seconds(enough) / trainer)))
     if seconds(enough) > trainer:
         return "no number of rollout GPUs balances it"
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if seconds(middle) <= trainer else (middle, enough)
+    enough = too_few + 1 + bisect_left(range(too_few + 1, enough), True, key=lambda n: seconds(n) <= trainer)
     gpus = enough * scene.choice.setup.limits.tensor_parallel_size
     return f"{gpus} rollout GPU(s) balance it ({seconds(enough):.3g} s)"
 

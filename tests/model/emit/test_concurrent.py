@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8plan.model.emit.concurrent import at_once_settings, concurrent_words
 from fp8plan.model.emit.targets import EMITTERS
 from fp8plan.model.emit.trainers import OPENRLHF, TRAINERS
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.targets import TARGETS
+from fp8plan.model.targets import TARGETS, words_at_once
 from fp8plan.model.workload import Workload
 from fp8plan.model.workload_turns import Turns
 
@@ -58,15 +57,15 @@ def test_each_setting_stands_in_the_settings_of_its_target_unless_that_starts_al
 
 
 def test_replicas_share_the_trajectories_of_slime_and_samples_those_of_skyrl() -> None:
-    assert at_once_settings("slime", 13, 4, 2) == {"--sglang-server-concurrency": 7}
-    assert at_once_settings("skyrl", 13, 4, 2) == {"trainer.fully_async.num_parallel_generation_workers": 3}
-    assert at_once_settings("skyrl", 3, 4, 1) == {"trainer.fully_async.num_parallel_generation_workers": 1}
-    assert at_once_settings("verl", 13, 4, 2) == {}
+    assert TARGETS["slime"].settings_at_once(13, 4, 2) == {"--sglang-server-concurrency": 7}
+    assert TARGETS["skyrl"].settings_at_once(13, 4, 2) == {"trainer.fully_async.num_parallel_generation_workers": 3}
+    assert TARGETS["skyrl"].settings_at_once(3, 4, 1) == {"trainer.fully_async.num_parallel_generation_workers": 1}
+    assert TARGETS["verl"].settings_at_once(13, 4, 2) == {}
 
 
 def test_every_table_by_target_has_targets_alone() -> None:
     assert EMITTERS.keys() == TARGETS.keys()
-    assert concurrent_words(12, 4, 1).keys() <= TARGETS.keys()
+    assert words_at_once(12, 4, 1).keys() <= TARGETS.keys()
     assert {trainer.target for trainer in (*TRAINERS, OPENRLHF)} <= TARGETS.keys()
 
 
