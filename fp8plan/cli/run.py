@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from fp8plan.cli import console
-from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, starting_engines
+from fp8plan.cli.console import STDOUT, print_notes, progress, show, starting_engines
 from fp8plan.cli.program import app, not_none, option
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS
@@ -84,6 +85,24 @@ def validate_command(
 
 
 RUN = "What ran (for validate)"
+
+
+def byte_progress(what: str) -> Callable[[int, int], None]:
+    """A progress bar of bytes on a terminal. Call it with the bytes done, and with their total."""
+    bars: list[Any] = []
+
+    def show_bytes(done: int, total: int) -> None:
+        if not bars and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            scale = {"unit": "B", "unit_scale": True}
+            bars.append(tqdm(total=total, desc=what, leave=False, delay=0.5, file=sys.stderr, **scale))
+        for bar in bars:
+            bar.update(done - bar.n)
+            if done >= total:
+                bar.close()
+
+    return show_bytes
 
 
 @app.command("import")

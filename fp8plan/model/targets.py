@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
-
-Unit = Literal["trajectories", "prompts", "trajectories of a replica"]
+from typing import Final, NamedTuple
 
 
 class Starts(NamedTuple):
@@ -18,7 +16,7 @@ class Starts(NamedTuple):
     measures:     who measures the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
     lacks:        precision that it cannot have -> the reason
     engine:       its engine
-    at_once:      its settings for the trajectories at once -> what they count; prompts stand for all their samples
+    at_once:      its settings for the trajectories at once -> what they count, as in `settings_at_once`
     starts_all:   what happens where nothing bounds the trajectories at once; "": its settings or its caller do
     """
 
@@ -27,12 +25,12 @@ class Starts(NamedTuple):
     measures: str = ""
     lacks: Mapping[str, str] = MappingProxyType({})
     engine: str = "vLLM"
-    at_once: Mapping[str, Unit] = MappingProxyType({})
+    at_once: Mapping[str, str] = MappingProxyType({})
     starts_all: str = ""
 
     def settings_at_once(self, number: int, samples: int, replicas: int) -> dict[str, int]:
         """Its settings for so many trajectories at once on all replicas; {} if it has none. samples: of each prompt"""
-        counted: dict[Unit, int] = {
+        counted = {
             "trajectories": number,
             "prompts": max(1, number // samples),
             "trajectories of a replica": ceil(number / replicas),
@@ -52,12 +50,10 @@ _FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed:
 # openrlhf/trainer/ppo_utils/samples_generator.py hands all prompts of a batch to its engines.
 _WHOLE_BATCH: Final = "it has no setting for it, and starts the whole batch"
 _TRL: Final = "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together"
-_ASYNC_TRL: Final[Mapping[str, Unit]] = {"experimental.async_grpo: max_inflight_tasks": "trajectories"}
-_SKYRL: Final[Mapping[str, Unit]] = {"trainer.fully_async.num_parallel_generation_workers": "prompts"}
-_PRIME_RL: Final[Mapping[str, Unit]] = {
-    f"orchestrator.concurrency.{end}_inflight": "trajectories" for end in ("max", "min")
-}
-_SLIME: Final[Mapping[str, Unit]] = {"--sglang-server-concurrency": "trajectories of a replica"}
+_ASYNC_TRL: Final = {"experimental.async_grpo: max_inflight_tasks": "trajectories"}
+_SKYRL: Final = {"trainer.fully_async.num_parallel_generation_workers": "prompts"}
+_PRIME_RL: Final = {f"orchestrator.concurrency.{end}_inflight": "trajectories" for end in ("max", "min")}
+_SLIME: Final = {"--sglang-server-concurrency": "trajectories of a replica"}
 
 # Targets of settings. Behind vLLM's, verl's and TRL's with fp8plan stand programs without it.
 TARGETS: Final = {

@@ -51,11 +51,6 @@ class Prediction:
         return tuple(c.rollout for c in self.tried)
 
     @property
-    def pools(self) -> tuple[int | None, ...]:
-        """KV blocks the scheduler can hand out."""
-        return tuple(c.memory.usable_blocks if c.memory else None for c in self.tried)
-
-    @property
     def chosen(self) -> Candidate:
         """The plan's choice."""
         return self.tried[self.plan.chosen]
