@@ -62,24 +62,6 @@ def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
     return bar
 
 
-def byte_progress(what: str) -> Callable[[int, int], None]:
-    """A progress bar of bytes on a terminal. Call it with the bytes done, and with their total."""
-    bars: list[Any] = []
-
-    def show_bytes(done: int, total: int) -> None:
-        if not bars and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            scale = {"unit": "B", "unit_scale": True}
-            bars.append(tqdm(total=total, desc=what, leave=False, delay=0.5, file=sys.stderr, **scale))
-        for bar in bars:
-            bar.update(done - bar.n)
-            if done >= total:
-                bar.close()
-
-    return show_bytes
-
-
 def show(report: RenderableType, on_stderr: bool = False) -> None:
     """Print a report. A line that is meant to be copied may be longer than the terminal is wide."""
     console = Console(stderr=on_stderr)

@@ -147,12 +147,11 @@ def calibrate_command(
 
         version = engine_version()
         folder = output or profile_path(own_profiles_path(), card.name, version).parent
+        measure(folder, card, grid.value)
     elif output is None:
         raise ConfigError("--fit-only needs --output, the folder of the measurements")
     else:
         folder, version = output, measured_version(output)
-    if not fit_only:
-        measure(folder, card, grid.value)
     print(f"fitting what {folder} holds, some minutes", file=sys.stderr)
     calibration = calibrate(folder, card, version, of_another_version(card, version))
     (folder / "profile.json").write_text(calibration.profile.to_json(), encoding="utf-8")

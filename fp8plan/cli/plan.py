@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from fp8plan.cli import console
 from fp8plan.cli.console import STDOUT, print_notes
-from fp8plan.cli.program import ConfiguredCommand, Options, app, option, options_of
+from fp8plan.cli.program import ConfiguredCommand, Declared, Options, app, option
 from fp8plan.errors import ConfigError
 from fp8plan.options import Words
 
@@ -27,7 +28,7 @@ def _options() -> Options:
 
 
 @app.command("plan", cls=ConfiguredCommand)
-@options_of(_options)
+@partial(Declared, load=_options)
 def plan_command(words: Words) -> None:
     """Predict every rollout precision, and choose one.
 

@@ -190,11 +190,6 @@ class Declared:
         self._command(words)
 
 
-def options_of(load: Callable[[], Options]) -> Callable[[Callable[[Words], None]], Declared]:
-    """A decorator that gives a command the options of dataclasses. load: as in Declared"""
-    return lambda command: Declared(command, load)
-
-
 _hints = cache(get_type_hints)
 
 

@@ -59,9 +59,15 @@ class PlanOutputs:
     kv_scales: str | None = None
 
     def __post_init__(self) -> None:
-        in_json = [("--json", self.as_json)] if self.as_json is not None else []
-        emitted = [(f"--emit {target}", file) for target, file in self.emissions]
-        console.check([*in_json, *emitted, *_plot_file(self.plot)])
+        outputs = [(f"--emit {target}", file) for target, file in self.emissions]
+        if self.as_json is not None:
+            outputs.insert(0, ("--json", self.as_json))
+        if self.plot is not None:
+            from fp8plan.views.page import check_suffix
+
+            check_suffix(self.plot)
+            outputs.append(("--plot", str(self.plot)))
+        console.check(outputs)
         if self.kv_scales not in (None, *KV_SCALES):
             raise ConfigError(f"--kv-scales is {self.kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
 
@@ -212,12 +218,3 @@ def print_choice(plan: Plan, name: int | str | None = None) -> None:
         where = f" on {other.data_parallel} x {other.replica_label}" if plan.several_layouts else ""
         notes.insert(0, f"these settings are of {other.precision}{where}, which is not the plan's choice")
     print_notes(notes)
-
-
-def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
-    if plot is None:
-        return []
-    from fp8plan.views.page import check_suffix
-
-    check_suffix(plot)
-    return [("--plot", str(plot))]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from fp8plan.cli import console
-from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, starting_engines
+from fp8plan.cli.console import STDOUT, print_notes, progress, show, starting_engines
 from fp8plan.cli.program import app, not_none, option
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS
@@ -72,6 +73,7 @@ def validate_command(
     """Compare predictions with measured rollouts."""
     from fp8plan.model.validate.records import read_run
     from fp8plan.model.validate.validate import validate
+    from fp8plan.views.measured import validation_report
 
     run = read_run(file, include_first)
     result = validate(run.compared(), strict, progress=progress("predicting"))
@@ -79,12 +81,28 @@ def validate_command(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        from fp8plan.views.measured import validation_report
-
         show(validation_report(result))
 
 
 RUN = "What ran (for validate)"
+
+
+def byte_progress(what: str) -> Callable[[int, int], None]:
+    """A progress bar of bytes on a terminal. Call it with the bytes done, and with their total."""
+    bars: list[Any] = []
+
+    def show_bytes(done: int, total: int) -> None:
+        if not bars and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            scale = {"unit": "B", "unit_scale": True}
+            bars.append(tqdm(total=total, desc=what, leave=False, delay=0.5, file=sys.stderr, **scale))
+        for bar in bars:
+            bar.update(done - bar.n)
+            if done >= total:
+                bar.close()
+
+    return show_bytes
 
 
 @app.command("import")
@@ -223,9 +241,12 @@ def doctor_command(
     Exits with 1 if there is a fault, and with 2 for a server that cannot be checked. In the engine's own process
     fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
     """
+    from fp8plan.views.findings import doctor_report
+
     for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
+    for_a_target = [target, precision, trainer_precision, *for_a_server]
     if host:
-        if target or engine or gpu or precision or trainer_precision or for_a_server:
+        if engine or gpu or any(for_a_target):
             raise ConfigError("--host times this machine's CPU; leave out TARGET, and options other than --json")
         from fp8plan.runtime.this_host import time_host
 
@@ -234,7 +255,7 @@ def doctor_command(
         print(json.dumps({"host_loop_s": loop_s}) if as_json else f"for engines on this machine: plan ... {option_s}")
         return
     if engine:
-        if target or precision or trainer_precision or for_a_server:
+        if any(for_a_target):
             raise ConfigError(
                 "--engine tests the installed vLLM; leave out TARGET, and options other than --gpu and --json"
             )
@@ -251,8 +272,6 @@ def doctor_command(
     if as_json:
         print(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
     else:
-        from fp8plan.views.findings import doctor_report
-
         show(doctor_report(diagnosis))
     if diagnosis.faults:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8plan.cli.program import Options, PlanCommand, app, options_of
+from fp8plan.cli.program import Declared, Options, PlanCommand, app
 from fp8plan.options import Words
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _options() -> Options:
 
 
 @app.command("tune", cls=PlanCommand)
-@options_of(_options)
+@partial(Declared, load=_options)
 def tune_command(words: Words) -> None:
     """Choose vLLM's limits, too, and weigh the trainer's levers.
 

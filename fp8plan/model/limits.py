@@ -260,6 +260,11 @@ class EngineLimits:
         return self.tensor_parallel_size, self.expert_ranks > 1
 
     @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
     def layout(self) -> tuple[int, bool, int]:
         """`cut`, and the number of replicas."""
         return *self.cut, self.data_parallel_size

@@ -70,13 +70,14 @@ def curves(prediction: Prediction) -> list[Curve]:
     choices, chosen = prediction.plan.choices, prediction.plan.select()
     several, lines = prediction.plan.several_layouts, []
     for index in _drawn(prediction.plan):
-        choice, rollout, pool = choices[index], prediction.rollouts[index], prediction.pools[index]
-        if rollout is not None and pool is not None:
+        choice, candidate = choices[index], prediction.tried[index]
+        rollout, memory = candidate.rollout, candidate.memory
+        if rollout is not None and memory is not None:
             mark = ", chosen" if choice is chosen else ""
             where = f", {choice.replica_label} x DP {choice.data_parallel}" if several else ""
             name = f"{choice.precision} ({seconds(choice.makespan_s)} s{where}){mark}"
             paces = rollout.makespan_low_s / rollout.makespan_s, rollout.makespan_high_s / rollout.makespan_s
-            lines.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS), paces))
+            lines.append(Curve(name, choice.precision, *binned(rollout.timeline, memory.usable_blocks, BINS), paces))
     return lines
 
 

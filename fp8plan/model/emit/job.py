@@ -71,6 +71,15 @@ class Job:
         """C of token TIS in a trainer that keeps it as it is: the end of the default law. None: no correction"""
         return None if self.tis is None else min(self.tis, TIS_FLOOR)
 
+    @property
+    def at_once(self) -> dict[str, int]:
+        """The target's settings for the plan's trajectories at once; {} if all of them run, and for one turn."""
+        number = (self.workload.get("turns") or {}).get("concurrent")
+        if number is None:
+            return {}
+        samples, replicas = self.tokens("samples"), self.setup.limits.data_parallel_size
+        return TARGETS[self.target].settings_at_once(number, samples, replicas)
+
     def tokens(self, key: str) -> int:
         """One of the workload's counts. Raises ConfigError if the workload does not have it."""
         return workload_tokens(self.workload, key)

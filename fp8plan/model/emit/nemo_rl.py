@@ -10,16 +10,14 @@ from typing import Any, Final
 
 from fp8plan.model.architecture.kept import OUTPUTS, ends_of
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.spelling import hydra, pasted
-from fp8plan.model.emit.stock import Stock, engine_words, notes
-from fp8plan.model.emit.trainers import ENGINE_E8M0, NEMO_RL
-from fp8plan.model.emit.vllm import vllm_env
+from fp8plan.model.emit.spelling import hydra
+from fp8plan.model.emit.stock import Stock, common_settings, remedy_words, stock_words, under
+from fp8plan.model.emit.trainers import NEMO_RL
 
 _VLLM: Final = "++policy.generation.vllm_cfg"
 _LOSS: Final = "++loss_fn"
 # Parts of the names of attention outputs, as MODULES of fp8plan/model/architecture/held.py has them for vLLM.
 _OUTPUTS: Final = ("o_proj", "self_attn.out_proj", "self_attn.dense")
-_REPLICAS: Final = "cluster.num_nodes * cluster.gpus_per_node decides it"
 
 STOCK: Final = Stock(
     title="NeMo RL of 22 August 2026 (7ea279ab)",
@@ -27,43 +25,36 @@ STOCK: Final = Stock(
     engine="vLLM 0.25.1",
     words={
         "model": "++policy.model_name",
-        "tensor_parallel_size": f"{_VLLM}.tensor_parallel_size",
         "expert_ranks": f"{_VLLM}.expert_parallel_size",
-        "gpu_memory_utilization": f"{_VLLM}.gpu_memory_utilization",
+        **under(f"{_VLLM}.", "tensor_parallel_size", "gpu_memory_utilization", "enable_prefix_caching"),
+        **under(f"{_VLLM}.", "enforce_eager", "kv_cache_dtype"),
         "max_model_len": "++policy.max_total_sequence_length",
-        "enable_prefix_caching": f"{_VLLM}.enable_prefix_caching",
-        "enforce_eager": f"{_VLLM}.enforce_eager",
-        "kv_cache_dtype": f"{_VLLM}.kv_cache_dtype",
+        "prompts": "++grpo.num_prompts_per_step",
+        "samples": "++grpo.num_generations_per_prompt",
+        "max_prompt_tokens": "++data.max_input_seq_length",
+        "max_response_tokens": "++policy.generation.max_new_tokens",
     },
+    replicas="cluster.num_nodes * cluster.gpus_per_node decides it",
     passed="++policy.generation.vllm_kwargs.",
-    omitted=("quantization", "quantization_config"),
     trainer=NEMO_RL,
+    spelled=hydra,
+    variables=f"{_VLLM}.env_vars.",
+    omitted=("quantization", "quantization_config"),
 )
 
 
 def emit_nemo_rl(job: Job) -> str:
     """The overrides as shell words."""
-    settings = {
-        **engine_words(job, STOCK),
-        **_precision(job),
-        "++grpo.num_prompts_per_step": job.tokens("prompts"),
-        "++grpo.num_generations_per_prompt": job.tokens("samples"),
-        "++data.max_input_seq_length": job.tokens("max_prompt_tokens"),
-        "++policy.generation.max_new_tokens": job.tokens("max_response_tokens"),
-        **_correction(job),
-    }
-    remedies = [f"++{word.lstrip('+')}" for word in NEMO_RL.words(job.setup.remedies)]
-    by_megatron = bool(remedies) or job.setup.precision.kv == "fp8"
-    if by_megatron:
-        settings |= {"++policy.megatron_cfg.enabled": True, "++policy.dtensor_cfg.enabled": False}
+    settings = {**common_settings(job, STOCK), **_precision(job), **_correction(job)}
     more = ["policy.train_global_batch_size is yours to set: at most prompts times samples of a step"]
     if job.setup.precision.kv == "fp8":
         more.append(
             "its FP8 cache needs policy.generation.vllm_cfg.async_engine=false and "
             "policy.megatron_cfg.pipeline_model_parallel_size=1"
         )
-    words = [*(hydra(key, value) for key, value in settings.items()), *remedies]
-    return pasted([[word] for word in words], notes(job, STOCK, _REPLICAS, *more))
+    if job.setup.precision.kv == "fp8" or remedy_words(job, STOCK):
+        settings |= {"++policy.megatron_cfg.enabled": True, "++policy.dtensor_cfg.enabled": False}
+    return stock_words(job, STOCK, settings, *more)
 
 
 def _precision(job: Job) -> dict[str, Any]:
@@ -71,11 +62,8 @@ def _precision(job: Job) -> dict[str, Any]:
     if not setup.precision.in_blocks:
         return {f"{_VLLM}.precision": "bfloat16"}
     settings: dict[str, Any] = {f"{_VLLM}.precision": "fp8"}
-    scales = vllm_env(setup).get(ENGINE_E8M0)
-    if scales == "0":
+    if not setup.e8m0:
         settings[f"{_VLLM}.use_deep_gemm"] = True  # keeps the scales in FP32, too
-    elif scales is not None:
-        settings[f"{_VLLM}.env_vars.{ENGINE_E8M0}"] = scales
     kept = setup.remedies.keep_bf16
     if any(ends_of(kept)):
         first, last = ends_of(kept)

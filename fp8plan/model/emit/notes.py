@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
 from fp8plan.model.risk.remedies import BLOCK, POW2
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.targets import TARGETS
+from fp8plan.model.targets import TARGETS, words_at_once
 
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"
@@ -18,7 +17,25 @@ FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns
 
 def rollout_notes(job: Job) -> list[str]:
     """Notes that stand below every target's settings: trajectories at once, mismatch, and grids of numbers."""
-    return [*concurrent_notes(job.workload, job.target), *_mismatch_notes(job), *_grid_notes(job)]
+    return [*_at_once_notes(job), *_mismatch_notes(job), *_grid_notes(job)]
+
+
+def _at_once_notes(job: Job) -> list[str]:
+    """Notes on the trajectories at once; [] for a workload without turns."""
+    turns, samples, starts = job.workload.get("turns"), job.workload["samples"], TARGETS[job.target]
+    if turns is None:
+        return []
+    number, every = turns.get("concurrent"), job.workload["prompts"] * samples
+    bound = " and ".join(starts.at_once) or "the caller of the engine"
+    planned = f"planned for {number or every} trajectories at once, of {every}"
+    notes = [f"{planned}: {starts.starts_all or f'bounded by {bound}'}"]
+    if number is not None:
+        words = words_at_once(number, samples, job.setup.limits.data_parallel_size)
+        if not starts.starts_all:
+            words.pop(job.target, None)
+        elsewhere = (f"{TARGETS[other].sender}'s {typed}" for other, typed in words.items())
+        notes.append(f"elsewhere they are {', '.join(elsewhere)}")
+    return notes
 
 
 def _grid_notes(job: Job) -> list[str]:
@@ -90,5 +107,11 @@ def shared_gpu_note(setup: EngineSetup) -> str:
 
 def replicas_note(setup: EngineSetup, how: str) -> str:
     """A note on the number of planned replicas, and `how` they come about."""
-    ranks, replicas = setup.limits.tensor_parallel_size, setup.limits.data_parallel_size
-    return f"planned for {replicas} replica(s) of {ranks} GPU(s), {ranks * replicas} in all: {how}"
+    limits = setup.limits
+    layout = f"{limits.data_parallel_size} replica(s) of {limits.tensor_parallel_size} GPU(s), {limits.gpus} in all"
+    return f"planned for {layout}: {how}"
+
+
+def mini_batch_note(job: Job, setting: str) -> str:
+    """A note on the size of a mini-batch, whose default of 256 may be above the batch."""
+    return f"{setting} is yours to set: at most {job.tokens('prompts')}, the prompts of a step (its default is 256)"

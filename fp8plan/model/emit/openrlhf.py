@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.spelling import flags, pasted
-from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words
+from fp8plan.model.emit.stock import Stock, common_settings, stock_words, under
 from fp8plan.model.emit.trainers import OPENRLHF
+
+_CORRECTION: Final = "--algo.advantage.is_correction"
 
 STOCK: Final = Stock(
     title="OpenRLHF 0.11.2",
@@ -19,12 +20,14 @@ STOCK: Final = Stock(
     engine="vLLM 0.29",
     words={
         "model": "--actor.model_name_or_path",
-        "tensor_parallel_size": "--vllm.tensor_parallel_size",
-        "gpu_memory_utilization": "--vllm.gpu_memory_utilization",
+        **under("--vllm.", "tensor_parallel_size", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
         "max_model_len": "--data.max_len",
-        "enable_prefix_caching": "--vllm.enable_prefix_caching",
-        "enforce_eager": "--vllm.enforce_eager",
+        "data_parallel_size": "--vllm.num_engines",
+        "prompts": "--rollout.batch_size",
+        "samples": "--rollout.n_samples_per_prompt",
+        "max_response_tokens": "--rollout.max_new_tokens",
     },
+    replicas="--vllm.num_engines",
     passed=None,
     trainer=OPENRLHF,
 )
@@ -32,24 +35,13 @@ STOCK: Final = Stock(
 
 def emit_openrlhf(job: Job) -> str:
     """The settings as shell words."""
-    settings = {
-        **engine_words(job, STOCK),
-        "--vllm.num_engines": job.setup.limits.data_parallel_size,
-        "--rollout.batch_size": job.tokens("prompts"),
-        "--rollout.n_samples_per_prompt": job.tokens("samples"),
-        "--rollout.max_new_tokens": job.tokens("max_response_tokens"),
-    }
-    correction = "--algo.advantage.is_correction"
-    if job.constant_tis is None:
-        settings[f"{correction}_level"] = "off"
-    else:
+    settings = common_settings(job, STOCK) | {f"{_CORRECTION}_level": "off"}
+    if job.constant_tis is not None:
         # The ratio is pi_train / pi_rollout, as in fp8plan (openrlhf/models/loss.py).
         settings |= {
-            f"{correction}_level": "token",
-            f"{correction}_mode": "clip",
-            f"{correction}_gating": "ratio",
-            f"{correction}_threshold": [0.0, float(job.constant_tis)],
+            f"{_CORRECTION}_level": "token",
+            f"{_CORRECTION}_mode": "clip",
+            f"{_CORRECTION}_gating": "ratio",
+            f"{_CORRECTION}_threshold": [0.0, float(job.constant_tis)],
         }
-    remedy_words(job, STOCK)  # refuses all of them
-    words = [flags(name, value) for name, value in settings.items()]
-    return pasted(filter(None, words), notes(job, STOCK, "--vllm.num_engines"))
+    return stock_words(job, STOCK, settings)

@@ -10,17 +10,23 @@ from typing import Any, Final
 
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.spelling import toml, with_comments
-from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words
+from fp8plan.model.emit.stock import Stock, common_settings, notes, remedy_words
 from fp8plan.model.emit.trainers import PRIME_RL
-from fp8plan.model.emit.vllm import vllm_env
 
 STOCK: Final = Stock(
     title="prime-rl of 21 August 2026 (559b4477)",
     paste="a file for: uv run rl @ rl.toml @ FILE.toml",
     engine="vLLM 0.26 or later",
-    words={"model": "model.name"},
+    words={
+        "model": "model.name",
+        "data_parallel_size": "inference.vllm.data_parallel_size",
+        "samples": "orchestrator.group_size",
+        "max_response_tokens": "orchestrator.train.sampling.max_completion_tokens",
+    },
+    replicas="deployment and inference.vllm decide it",
     passed="inference.vllm.",
     trainer=PRIME_RL,
+    variables="inference.env_vars.",
     shares=False,
     tis=False,
 )
@@ -30,27 +36,20 @@ _NODE: Final = 8  # GPUs, of which the trainer needs one
 def emit_prime_rl(job: Job) -> str:
     """The settings as a file."""
     limits = job.setup.limits
-    gpus = limits.tensor_parallel_size * limits.data_parallel_size
-    samples = job.tokens("samples")
     settings: dict[str, Any] = {
-        **engine_words(job, STOCK),
-        "inference.vllm.data_parallel_size": limits.data_parallel_size,
+        **common_settings(job, STOCK),
         "seq_len": limits.max_model_len,
-        "orchestrator.batch_size": job.tokens("prompts") * samples,
-        "orchestrator.group_size": samples,
-        "orchestrator.train.sampling.max_completion_tokens": job.tokens("max_response_tokens"),
+        "orchestrator.batch_size": job.tokens("prompts") * job.tokens("samples"),
     }
-    if gpus < _NODE:
-        settings["deployment.num_infer_gpus"] = gpus
+    if limits.gpus < _NODE:
+        settings["deployment.num_infer_gpus"] = limits.gpus
     if job.setup.precision.in_blocks:
         settings["inference.use_deep_gemm"] = True  # otherwise it turns DeepGEMM off
-    for name, value in vllm_env(job.setup).items():
-        settings[f"inference.env_vars.{name}"] = value
     lines = [*(toml(key, value) for key, value in settings.items()), *remedy_words(job, STOCK)]
     more = [f"the longest prompt was planned with {job.tokens('max_prompt_tokens')} tokens: it has no word for that"]
     if job.constant_tis is not None:
         more.append(_no_tis(job))
-    return with_comments("\n".join(lines), notes(job, STOCK, "deployment and inference.vllm decide it", *more))
+    return with_comments("\n".join(lines), notes(job, STOCK, *more))
 
 
 def _no_tis(job: Job) -> str:

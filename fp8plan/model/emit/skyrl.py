@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.spelling import pasted, yaml
-from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words, variable_notes
+from fp8plan.model.emit.notes import mini_batch_note
+from fp8plan.model.emit.spelling import yaml
+from fp8plan.model.emit.stock import Stock, common_settings, stock_words, under
 from fp8plan.model.emit.trainers import SKYRL
 
 _ENGINE: Final = "generator.inference_engine"
@@ -22,41 +23,33 @@ STOCK: Final = Stock(
     engine="vLLM 0.23",
     words={
         "model": "trainer.policy.model.path",
-        "tensor_parallel_size": f"{_ENGINE}.tensor_parallel_size",
-        "gpu_memory_utilization": f"{_ENGINE}.gpu_memory_utilization",
-        "max_num_seqs": f"{_ENGINE}.max_num_seqs",
-        "max_num_batched_tokens": f"{_ENGINE}.max_num_batched_tokens",
-        "enable_prefix_caching": f"{_ENGINE}.enable_prefix_caching",
-        "enforce_eager": f"{_ENGINE}.enforce_eager",
+        **under(f"{_ENGINE}.", "tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs"),
+        **under(f"{_ENGINE}.", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager"),
         "expert_ranks": f"{_ENGINE}.expert_parallel_size",
+        "data_parallel_size": f"{_ENGINE}.num_engines",
+        "prompts": "trainer.train_batch_size",
+        "samples": "generator.n_samples_per_prompt",
+        "max_prompt_tokens": "trainer.max_prompt_length",
+        "max_response_tokens": "generator.sampling_params.max_generate_length",
     },
+    replicas=f"{_ENGINE}.num_engines",
     passed=f"{_ENGINE}.engine_init_kwargs.",
     trainer=SKYRL,
+    spelled=yaml,
+    megatron="trainer.strategy=megatron",
 )
 
 
 def emit_skyrl(job: Job) -> str:
     """The settings as shell words."""
-    prompt, response = job.tokens("max_prompt_tokens"), job.tokens("max_response_tokens")
     settings = {
-        **engine_words(job, STOCK),
-        f"{_ENGINE}.num_engines": job.setup.limits.data_parallel_size,
-        "trainer.train_batch_size": job.tokens("prompts"),
-        "trainer.max_prompt_length": prompt,
-        "generator.max_input_length": prompt,
-        "generator.n_samples_per_prompt": job.tokens("samples"),
-        "generator.sampling_params.max_generate_length": response,
+        **common_settings(job, STOCK),
+        "generator.max_input_length": job.tokens("max_prompt_tokens"),
         f"{_CORRECTION}.tis_ratio_type": None if job.constant_tis is None else "token",
     }
     if job.constant_tis is not None:
         settings[f"{_CORRECTION}.token_tis_ratio_clip_high"] = float(job.constant_tis)
-    remedies = remedy_words(job, STOCK)
-    if remedies:
-        remedies = ["trainer.strategy=megatron", *remedies]
-    mini = "trainer.policy_mini_batch_size"
-    more = [
-        f"{mini} is yours to set: at most {job.tokens('prompts')}, the batch (SkyRL's default is 256)",
-        *variable_notes(job, STOCK),
-    ]
-    words = [*(yaml(key, value) for key, value in settings.items()), *remedies]
-    return pasted([[word] for word in words], notes(job, STOCK, f"{_ENGINE}.num_engines", *more))
+    more = [mini_batch_note(job, "trainer.policy_mini_batch_size")]
+    if job.at_once:
+        more.append("its fully asynchronous trainer alone reads trainer.fully_async; main_base starts the whole batch")
+    return stock_words(job, STOCK, settings, *more)

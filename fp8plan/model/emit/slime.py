@@ -11,8 +11,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from fp8plan.model.emit.job import Job
-from fp8plan.model.emit.spelling import flags, pasted
-from fp8plan.model.emit.stock import Stock, engine_words, notes, remedy_words, variable_notes
+from fp8plan.model.emit.stock import Stock, common_settings, stock_words
 from fp8plan.model.emit.trainers import SLIME
 
 STOCK: Final = Stock(
@@ -29,7 +28,13 @@ STOCK: Final = Stock(
         "max_num_batched_tokens": "--sglang-chunked-prefill-size",
         "max_cudagraph_capture_size": "--sglang-cuda-graph-max-bs",
         "enforce_eager": "--sglang-disable-cuda-graph",
+        "gpus": "--rollout-num-gpus",
+        "prompts": "--rollout-batch-size",
+        "samples": "--n-samples-per-prompt",
+        "max_prompt_tokens": "--rollout-max-prompt-len",
+        "max_response_tokens": "--rollout-max-response-len",
     },
+    replicas="--rollout-num-gpus",
     passed=None,
     # Its words for the cache and the precision; arguments of vLLM's kernels say nothing to SGLang.
     omitted=(
@@ -47,17 +52,12 @@ def emit_slime(job: Job) -> str:
     """The settings as shell words."""
     setup, limits = job.setup, job.setup.limits
     settings: dict[str, Any] = {
-        **engine_words(job, STOCK),
-        "--rollout-num-gpus": limits.tensor_parallel_size * limits.data_parallel_size,
-        "--rollout-batch-size": job.tokens("prompts"),
-        "--n-samples-per-prompt": job.tokens("samples"),
-        "--rollout-max-prompt-len": job.tokens("max_prompt_tokens"),
-        "--rollout-max-response-len": job.tokens("max_response_tokens"),
+        **common_settings(job, STOCK),
         "--sglang-disable-radix-cache": not limits.enable_prefix_caching,
         "--use-tis": job.constant_tis is not None,
     }
     if limits.max_num_seqs > _CONCURRENT:
-        settings["--sglang-server-concurrency"] = int(limits.max_num_seqs)
+        settings.setdefault("--sglang-server-concurrency", int(limits.max_num_seqs))
     if setup.precision.kv == "fp8":
         settings["--sglang-kv-cache-dtype"] = "fp8_e4m3"
     if job.constant_tis is not None:
@@ -72,7 +72,4 @@ def emit_slime(job: Job) -> str:
             "make the FP8 checkpoint first, from a local folder of the model: "
             f"{shlex.join(convert)} --strategy block --block-size 128 128"
         )
-    more += variable_notes(job, STOCK)
-    words = [flags(name, value) for name, value in settings.items()]
-    words += [word.split() for word in remedy_words(job, STOCK)]
-    return pasted(filter(None, words), notes(job, STOCK, "--rollout-num-gpus", *more))
+    return stock_words(job, STOCK, settings, *more)

@@ -12,15 +12,15 @@ _PLAIN_TEXT: Final = re.compile(r"[A-Za-z/][\w./-]*")  # Hydra's grammar takes i
 _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
 
 
-def hydra(key: str, value: Any) -> str:
+def hydra(key: str, value: Any) -> list[str]:
     """A setting as an override of Hydra, in its own grammar."""
     if value is None or isinstance(value, bool):
-        return f"{key}={json.dumps(value)}"
-    if isinstance(value, list):
-        return f"{key}=[{','.join(map(_hydra_text, value))}]"
-    if not isinstance(value, str):
-        return f"{key}={value!r}"
-    return f"{key}={_hydra_text(value)}"
+        text = json.dumps(value)
+    elif isinstance(value, list):
+        text = f"[{','.join(map(_hydra_text, value))}]"
+    else:
+        text = _hydra_text(value) if isinstance(value, str) else repr(value)
+    return [f"{key}={text}"]
 
 
 def _hydra_text(text: str) -> str:
@@ -31,22 +31,19 @@ def _hydra_text(text: str) -> str:
     return f"'{escaped}'"
 
 
-def yaml(key: str, value: Any) -> str:
+def yaml(key: str, value: Any) -> list[str]:
     """A setting with its value in YAML, as OmegaConf reads a command line. JSON is YAML."""
     plain = isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and value.lower() not in _RESERVED
     text = value if plain else json.dumps(value)
-    return f"{key}={text}".replace("${", "\\${")
+    return [f"{key}={text}".replace("${", "\\${")]
 
 
 def toml(key: str, value: Any) -> str:
     """A setting as a line of TOML."""
-    return f"{key} = {_toml_value(value)}"
-
-
-def _toml_value(value: Any) -> str:
+    text = json.dumps(value)  # text, lists, numbers and booleans are spelled alike
     if isinstance(value, dict):
-        return f"{{ {', '.join(toml(key, item) for key, item in value.items())} }}"
-    return json.dumps(value)  # text, lists, numbers and booleans are spelled alike
+        text = f"{{ {', '.join(toml(name, item) for name, item in value.items())} }}"
+    return f"{key} = {text}"
 
 
 def flags(name: str, value: Any) -> list[str]:

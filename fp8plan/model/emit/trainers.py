@@ -12,6 +12,7 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, TENSOR, Remedies
+from fp8plan.model.targets import TARGETS
 
 # TransformerEngine's variable: "1" for FP32 scales of blocks, else they are powers of two (Float8BlockScaling in
 # transformer_engine/common/recipe/__init__.py).
@@ -57,13 +58,19 @@ def precision_of(fp8: object, recipe: str | None, fp32_scales: str | None) -> st
 class Trainer:
     """A trainer and the words for its configuration.
 
+    target:        its target in TARGETS of fp8plan/model/targets.py
     router_replay: those that replay the engine's experts
     precisions:    trainer precision -> its words; a missing one: the trainer does not have it
     """
 
-    name: str
+    target: str
     router_replay: tuple[str, ...]
     precisions: Mapping[str, tuple[str, ...]]
+
+    @property
+    def name(self) -> str:
+        """Its name in a sentence."""
+        return str(TARGETS[self.target].sender)
 
     def words(self, remedies: Remedies) -> tuple[str, ...]:
         """The words for these remedies, in their order. Raises ConfigError for a remedy that it does not have."""
@@ -119,19 +126,19 @@ VERL: Final = Trainer(
 )
 
 # NeMo RL: docs/guides/router-replay.md and PR 2590; docs/fp8.md and examples/configs/grpo_math_8B_megatron_fp8.yaml.
-_MEGATRON_CFG: Final = "policy.megatron_cfg"
+_MEGATRON_CFG: Final = "++policy.megatron_cfg"
 _OF_NEMO: Final = _megatron(
     (f"{_MEGATRON_CFG}.fp8_cfg.fp8_recipe=",),
-    f"+{_MEGATRON_CFG}.env_vars.{FP32_SCALES}='{{}}'",
+    f"{_MEGATRON_CFG}.env_vars.{FP32_SCALES}='{{}}'",
     f"{_MEGATRON_CFG}.fp8_cfg.enabled=true",
     f"{_MEGATRON_CFG}.fp8_cfg.fp8=e4m3",
 )
 _POW2_ROLLOUT: Final = tuple(
-    f"policy.generation.vllm_cfg.pow2_{part}_scaling_factors=true" for part in ("weight", "activation")
+    f"++policy.generation.vllm_cfg.pow2_{part}_scaling_factors=true" for part in ("weight", "activation")
 )
 NEMO_RL: Final = Trainer(
-    "NeMo RL",
-    ("policy.router_replay.enabled=true",),
+    "nemo-rl",
+    ("++policy.router_replay.enabled=true",),
     {**_OF_NEMO, POW2: (*_OF_NEMO[POW2], *_POW2_ROLLOUT)},
 )
 
@@ -148,7 +155,7 @@ SLIME: Final = Trainer(
 # on, by default 1 on Hopper (prepare_runtime_environment).
 _TRANSFORMER: Final = "trainer.policy.megatron_config.transformer_config_kwargs"
 SKYRL: Final = Trainer(
-    "SkyRL",
+    "skyrl",
     (
         "generator.inference_engine.enable_return_routed_experts=True",
         "trainer.policy.megatron_config.moe_enable_routing_replay=True",
@@ -171,10 +178,10 @@ PRIME_RL: Final = Trainer(
 )
 
 # No file of TRL 1.16 names routed experts or a recipe of FP8. fp8plan's trainer replays (fp8plan/integrations/trl).
-TRL: Final = Trainer("TRL", ("fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)",), {})
+TRL: Final = Trainer("trl", ("fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)",), {})
 
 # OpenRLHF 0.11.2: openrlhf/cli/train_ppo_ray.py names neither.
-OPENRLHF: Final = Trainer("OpenRLHF", (), {})
+OPENRLHF: Final = Trainer("openrlhf", (), {})
 
 TRAINERS: Final = (VERL, TRL, NEMO_RL, SLIME, SKYRL, PRIME_RL)
 

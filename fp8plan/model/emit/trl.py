@@ -128,13 +128,11 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def _is_ours(mode: str, setup: EngineSetup) -> bool:
-    """True if fp8plan's trainer runs the plan, whose C tightens from its start. TRL's own keeps its C."""
-    return mode == "server" or _by_fp8plan(setup)
+    """True if fp8plan's trainer runs the plan, whose C tightens from its start. TRL's own keeps its C.
 
-
-def _by_fp8plan(setup: EngineSetup) -> bool:
-    """True if fp8plan's trainer can hold this engine: it has one GPU."""
-    return setup.limits.tensor_parallel_size == 1
+    Inside the trainer's process fp8plan runs engines with one GPU.
+    """
+    return mode == "server" or setup.limits.tensor_parallel_size == 1
 
 
 def _resolve(job: Job, mode: str) -> str:
@@ -156,7 +154,7 @@ def _resolve(job: Job, mode: str) -> str:
 
 def _colocate_problems(job: Job) -> list[str]:
     limits = job.setup.limits
-    if _by_fp8plan(job.setup):
+    if _is_ours("colocate", job.setup):
         return []
     problems = ["it takes no FP8 weights"] if job.setup.precision.weights != "bf16" else []
     problems += [

@@ -97,7 +97,7 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
-    limits, preset, stored = setup.limits, setup.precision, setup.stored
+    limits, preset = setup.limits, setup.precision
     arguments = limits.vllm_arguments()
     unset = [name for name in ("enable_expert_parallel", "enable_return_routed_experts") if not arguments[name]]
     left_out = ["data_parallel_size", *unset]
@@ -117,8 +117,14 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     }
     if (kernel := named_backend(setup.gpu, preset, setup.known_shape)) is not None:
         kwargs["attention_backend"] = kernel.value
-    if preset.in_blocks:
-        kwargs |= (_online_quantisation(setup) if stored is None else {}) | _expert_kernels(setup)
+    if preset.in_blocks and setup.stored is None:
+        config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored(setup)}
+        kwargs |= {"quantization": "online", "quantization_config": config}
+    if preset.in_blocks and limits.expert_ranks > 1 and setup.gpu.compute_capability == (9, 0):
+        # Triton's kernels for FP8 experts were measured. With expert parallelism on Hopper vLLM prefers FlashInfer's
+        # CUTLASS kernels (fused_moe/oracle/fp8.py). FlashInfer probably compiles them first: two H200s were not ready
+        # after seven minutes.
+        kwargs["moe_backend"] = "triton"
     return kwargs
 
 
@@ -133,22 +139,6 @@ def _kv_cache_dtype(setup: EngineSetup) -> str:
     stored, shape = setup.stored, setup.known_shape
     indexed = shape is not None and shape.indexed
     return "bfloat16" if indexed or (stored is not None and stored.kv_fp8) else "auto"
-
-
-def _online_quantisation(setup: EngineSetup) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for blockwise FP8, with the linears that stay in BF16."""
-    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored(setup)}
-    return {"quantization": "online", "quantization_config": config}
-
-
-def _expert_kernels(setup: EngineSetup) -> dict[str, Any]:
-    """The argument of `vllm.LLM` that keeps Triton's kernels for FP8 experts, which were measured.
-
-    With expert parallelism on Hopper vLLM prefers FlashInfer's CUTLASS kernels (fused_moe/oracle/fp8.py).
-    FlashInfer probably compiles them first: two H200s were not ready after seven minutes.
-    """
-    limits, capability = setup.limits, setup.gpu.compute_capability
-    return {"moe_backend": "triton"} if limits.expert_ranks > 1 and capability == (9, 0) else {}
 
 
 def vllm_env(setup: EngineSetup) -> dict[str, str]:
@@ -168,19 +158,15 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
     """The shell command that serves the same engine."""
-    return shlex.join([*_assignments(env), "vllm", "serve", str(kwargs["model"]), *_flags(kwargs), *extra])
+    variables = [f"{name}={value}" for name, value in env.items()]
+    arguments = {name: value for name, value in kwargs.items() if name != "model"}
+    return shlex.join([*variables, "vllm", "serve", str(kwargs["model"]), *serve_flags(arguments), *extra])
 
 
-def _assignments(env: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in env.items()]
-
-
-def _flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
+def serve_flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
     """The words of `vllm serve` for arguments of `vllm.LLM`."""
     for name, value in kwargs.items():
         flag = name.replace("_", "-")
-        if name == "model":
-            continue
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         else:

@@ -70,11 +70,12 @@ def _percent(ratio: float) -> str:
 
 
 def speed_up(
-    baseline: Rollout, other: Rollout, profile: Profile, steps_s: tuple[float, float] | None = None
+    baseline: Rollout, other: Rollout, profile: Profile, steps_s: tuple[float | None, float | None] = (None, None)
 ) -> SpeedUp:
     """The ratio of the speed of `other` to that of `baseline`, by the same profile.
 
-    steps_s: seconds of the RL steps around both, which are compared instead; the rest of a step counts as known
+    steps_s: seconds of the RL steps around both, which are compared instead if both are known; the rest of a step
+             counts as known
 
     Coefficients that both use move both, so only the difference of their gradients counts: the paces of GPU and host
     cancel as far as both rollouts depend on them alike. The model errors are independent. The error of a layout that
@@ -82,7 +83,9 @@ def speed_up(
     taken as independent.
     """
     both = (baseline, other)
-    seconds = steps_s or (baseline.makespan_s, other.makespan_s)
+    seconds = (baseline.makespan_s, other.makespan_s)
+    if steps_s[0] is not None and steps_s[1] is not None:
+        seconds = (steps_s[0], steps_s[1])
     ratio = seconds[0] / seconds[1]
     if other.log_gradient is baseline.log_gradient and ratio == 1:
         return SpeedUp(1.0, 1.0, 1.0)
@@ -437,7 +440,5 @@ class Answer:
 
     def gain(self, choice: Choice, than: Choice) -> SpeedUp:
         """The ratio of a choice's speed to that of `than`. Both can run."""
-        steps_s = None
-        if than.rl_step_s is not None and choice.rl_step_s is not None:
-            steps_s = than.rl_step_s, choice.rl_step_s
+        steps_s = than.rl_step_s, choice.rl_step_s
         return speed_up(self.rollout(than), self.rollout(choice), self.profile, steps_s)

@@ -163,7 +163,7 @@ def explain(
         *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *(turn_sentences(answer, tried[answer.chosen], request) if tried and picked.turns else ()),
+        *(turn_sentences(answer, tried[answer.chosen]) if tried and picked.turns else ()),
         *_left_in_bf16(choices, in_fp8),
         *_returned_experts(picked),
         *([shape.note] if shape.note else []),

@@ -17,6 +17,9 @@ from fp8plan.model.plan.choice import Answer, as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
+from fp8plan.model.plan.scene import Lever, Scene
+from fp8plan.model.plan.turn_levers import turn_levers
+from fp8plan.model.plan.turn_sentences import lever_sentences
 from fp8plan.model.plan.ways import way_of
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
@@ -33,22 +36,19 @@ class Prediction:
 
     request: the question
     profile: the one that they were predicted by
+    levers:  those of a rollout of turns; empty for one turn, and before `priced`
     """
 
     plan: Plan
     tried: tuple[Candidate, ...]
     request: PlanRequest
     profile: Profile
+    levers: tuple[Lever, ...] = ()
 
     @property
     def rollouts(self) -> tuple[Rollout | None, ...]:
         """None where unavailable."""
         return tuple(c.rollout for c in self.tried)
-
-    @property
-    def pools(self) -> tuple[int | None, ...]:
-        """KV blocks the scheduler can hand out."""
-        return tuple(c.memory.usable_blocks if c.memory else None for c in self.tried)
 
     @property
     def chosen(self) -> Candidate:
@@ -70,6 +70,23 @@ def plan(request: PlanRequest) -> Plan:
 
 def predict(request: PlanRequest) -> Prediction:
     """The Plan of a request, with the rollouts behind it. Raises as `plan` does."""
+    return priced(unpriced(request))
+
+
+def priced(made: Prediction) -> Prediction:
+    """A prediction with the levers of its turns, and the sentences on them; itself if it has one turn."""
+    chosen, plan = made.chosen, made.plan
+    if chosen.timed.turns is None:
+        return made
+    scene = Scene.of(chosen, made.request, made.profile)
+    levers = tuple(turn_levers(scene))
+    answer = Answer(plan.choices, plan.chosen, made.rollouts, made.profile)
+    reasons = (*plan.reasons, *lever_sentences(answer, scene, levers))
+    return replace(made, plan=replace(plan, reasons=reasons), levers=levers)
+
+
+def unpriced(request: PlanRequest) -> Prediction:
+    """What `predict` returns, without the levers of turns and the sentences on them."""
     card, limits, budget = request.card, request.engine, request.risk_budget
     risky = check_share(card, limits)
     alone, warnings = _profile(request)

@@ -150,8 +150,16 @@ class Scene:
         return makespans([smaller], self.base.model)[0] / self.before.makespan_s
 
     def lever(
-        self, name: str, setting: str, words: Mapping[str, str], after: Rollout, price: str, **others: Any
+        self,
+        name: str,
+        setting: str,
+        words: Mapping[str, str],
+        after: Rollout,
+        price: str,
+        before: Rollout | None = None,
+        **others: Any,
     ) -> Lever:
-        """A lever on top of the plan, which takes the rollout to `after`."""
-        gain = speed_up(self.before, after, self.profile)
-        return Lever(name, setting, words, self.before.makespan_s, after.makespan_s, gain, price, **others)
+        """A lever that takes a rollout from `before`, by default the choice's, to `after`."""
+        before = before or self.before
+        gain = speed_up(before, after, self.profile)
+        return Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, **others)

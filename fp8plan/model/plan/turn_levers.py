@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.emit.concurrent import concurrent_words
 from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.rollout import Rollout, makespans, rollout
 from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.targets import words_at_once
 
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 
@@ -31,10 +31,15 @@ def _at_once(scene: Scene) -> Iterator[Lever]:
         if number == batch.at_once:
             continue
         after = rollout(planned, scene.base.model)
-        option = f"--concurrent {number}"
-        setting = f"{option} instead of {batch.at_once:,}"
-        words = {"fp8plan": option, **concurrent_words(number, scene.request.workload.samples_per_prompt)}
-        yield scene.lever(f"{number:,} trajectories at once", setting, words, after, _hits(scene, after))
+        words, name = at_once_words(scene, number), f"{number:,} trajectories at once"
+        setting = f"{words['fp8plan']} instead of {batch.at_once:,}"
+        yield scene.lever(name, setting, words, after, _hits(scene, after))
+
+
+def at_once_words(scene: Scene, number: int) -> dict[str, str]:
+    """Program -> its words for so many trajectories at once."""
+    samples, replicas = scene.request.workload.samples_per_prompt, scene.choice.setup.limits.data_parallel_size
+    return {"fp8plan": f"--concurrent {number}", **words_at_once(number, samples, replicas)}
 
 
 def _climbed(scene: Scene, factor: float) -> tuple[int, Sequence[Schedule]]:

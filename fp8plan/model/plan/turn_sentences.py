@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Answer, seconds
-from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.plan.scene import Scene
-from fp8plan.model.plan.turn_levers import turn_levers
+from fp8plan.model.plan.scene import Lever, Scene
 
 LIMITS: Final = {"tools": "The tools limit", "cache": "The KV cache limits", "tail": "The tail limits"}
 WORTH: Final = 1.005  # smaller gains count as none
 
 
-def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -> list[str]:
-    """Sentences on what limits the chosen rollout of turns, on its cache beside that of BF16, and on its levers.
+def turn_sentences(answer: Answer, candidate: Candidate) -> list[str]:
+    """Sentences on what limits the chosen rollout of turns, and on its cache beside that of BF16.
 
     candidate: the choice
     """
-    picked, bf16, scene = answer.picked, answer.bf16, Scene.of(candidate, request, answer.profile)
+    picked, bf16 = answer.picked, answer.bf16
     own = picked.turns or {}
     sentences = [turn_limit(own)]
     again, of_bf16 = own["again_tokens"], 0
@@ -30,6 +28,18 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
         words += f", and with bf16 {of_bf16:,}"
     if again or of_bf16:
         sentences.append(f"{words}.")
+    if not candidate.setup.limits.enable_prefix_caching:
+        sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
+    return sentences
+
+
+def lever_sentences(answer: Answer, scene: Scene, levers: Sequence[Lever]) -> list[str]:
+    """Sentences on what a larger KV cache gains, and on the levers of a rollout of turns.
+
+    scene:  the choice, simulated
+    levers: its `turn_levers`
+    """
+    picked, bf16, sentences = answer.picked, answer.bf16, []
     if picked.gain is not None and bf16 is not None and bf16.kv_cache_tokens is not None:
         kept = scene.kept_gain(bf16.kv_cache_tokens)
         if kept >= WORTH:
@@ -37,13 +47,8 @@ def turn_sentences(answer: Answer, candidate: Candidate, request: PlanRequest) -
                 f"Of the {picked.gain.ratio:.2f}x over bf16, {kept:.2f}x is by the prefixes and requests that a larger "
                 f"KV cache keeps, and {picked.gain.ratio / kept:.2f}x by faster steps."
             )
-    if not candidate.setup.limits.enable_prefix_caching:
-        sentences.append("Prefix caching is off, so that each turn computes the whole context again: --prefix-caching.")
-    levers = _kv_cache(answer)
-    for lever in turn_levers(scene):
-        saves = _saves(lever.before_s, lever.after_s)
-        levers.append(f"Lever: {lever.name} ({lever.setting}): {saves}; {lever.price}.")
-    return [*sentences, *levers, "No rollout of turns was measured on a GPU. These are predictions."]
+    priced = [*_kv_cache(answer), *map(_priced, levers)]
+    return [*sentences, *priced, "No rollout of turns was measured on a GPU. These are predictions."]
 
 
 def turn_limit(turns: Mapping[str, Any]) -> str:
@@ -69,6 +74,11 @@ def _kv_cache(answer: Answer) -> list[str]:
         where = f"the plan has it, {other.precision} has not" if in_plan else other.precision
         return [f"Lever: FP8 KV cache ({where}): {saves}; risk {with_it.risk}."]
     return []
+
+
+def _priced(lever: Lever) -> str:
+    """The sentence on a lever."""
+    return f"Lever: {lever.name} ({lever.setting}): {_saves(lever.before_s, lever.after_s)}; {lever.price}."
 
 
 def _saves(before_s: float, after_s: float) -> str:

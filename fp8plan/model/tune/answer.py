@@ -96,11 +96,10 @@ def _plan(name: str, candidate: Candidate) -> Level:
 def _engine(candidate: Candidate) -> str:
     """The precision of a candidate, and its layout if that is not one GPU."""
     limits = candidate.setup.limits
-    size, replicas = limits.tensor_parallel_size, limits.data_parallel_size
-    if size * replicas == 1:
+    if limits.gpus == 1:
         return candidate.setup.precision.name
-    experts = " EP" if limits.enable_expert_parallel else ""
-    return f"{candidate.setup.precision.name}, TP {size}{experts} x DP {replicas}"
+    size = f"TP {limits.tensor_parallel_size}{' EP' if limits.enable_expert_parallel else ''}"
+    return f"{candidate.setup.precision.name}, {size} x DP {limits.data_parallel_size}"
 
 
 def _changes(first: Candidate, tuned: Tuned) -> Iterator[Level]:

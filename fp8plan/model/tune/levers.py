@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,13 +18,11 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
-from fp8plan.model.emit.concurrent import concurrent_words
-from fp8plan.model.emit.vllm import precision_words
+from fp8plan.model.emit.vllm import precision_words, serve_flags
 from fp8plan.model.limits import VERLS
-from fp8plan.model.plan.choice import SpeedUp, power, speed_up
+from fp8plan.model.plan.choice import SpeedUp, power
 from fp8plan.model.plan.scene import CONCURRENT, NOTHING, UNKNOWN, Lever, Scene
-from fp8plan.model.plan.turn_levers import cap, turn_levers
-from fp8plan.model.plan.turn_sentences import WORTH
+from fp8plan.model.plan.turn_levers import at_once_words, cap
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.remedies import remedy_levers
@@ -44,7 +43,7 @@ def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
     every += [*_samples(scene), *_more_gpus(scene), *_speculative(scene, tuned.request.speculation)]
     every += [*sync_levers(scene), *remedy_levers(scene)]
-    every += cap(scene) if scene.request.batch.turns is None else turn_levers(scene)
+    every += cap(scene) if scene.request.batch.turns is None else tuned.best.levers
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
     every = [replace(lever, of_turns=scene.request.batch.turns is not None) for lever in every]
@@ -58,24 +57,13 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             without = scene.under({name: old})
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
-        words = {"vllm": _flag(name, new)}
+        words = {"vllm": " ".join(serve_flags({name: new}))}
         if name == CONCURRENT:
-            words = {"fp8plan": _flag(name, new), **concurrent_words(new, scene.request.workload.samples_per_prompt)}
+            words = at_once_words(scene, new)
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
-        gain = speed_up(without, scene.before, scene.profile)
         setting = f"instead of {in_words(name, old)}"
-        yield Lever(
-            f"{name} {new}", setting, words, without.makespan_s, scene.before.makespan_s, gain, NOTHING, in_plan=True
-        )
-
-
-def _flag(name: str, value: Any) -> str:
-    """The option of a command line that sets a limit."""
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{flag}"
-    return f"--{flag} {value}"
+        yield scene.lever(f"{name} {new}", setting, words, scene.before, NOTHING, before=without, in_plan=True)
 
 
 FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
@@ -90,7 +78,6 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
             continue
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
-        before, after = without.timed, with_it.timed
         name, vllms = FP8_PARTS[differing[0]], precision_words(with_it.setup, without.setup.precision)
         words = ({"vllm": vllms} if vllms else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
@@ -98,26 +85,15 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         if levels[0] != levels[1]:
             price += f", {levels[1]} without"
         kl = f"KL k3 {power(with_it.expected.kl_k3)} instead of {power(without.expected.kl_k3)}"
-        gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
-        if differing == ["kv"] and scene.request.batch.turns is not None and without.memory is not None:
-            holder = scene if in_plan else Scene.of(with_it, scene.request, scene.profile)
-            kept = holder.kept_gain(without.memory.kv_cache_tokens)
-            if kept >= WORTH:
-                setting += f"; {kept:.2f}x of its gain is by the prefixes and requests that a larger cache keeps"
-        yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
-
-
-def asked_for_more(batch: Batch, share: float) -> Batch:
-    """The batch with a share more of requests, whose prompts are drawn from it."""
-    return beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
+        yield scene.lever(name, setting, words, with_it.timed, price, without.timed, mismatch=kl, in_plan=in_plan)
 
 
 def _stopped(scene: Scene) -> Iterator[Lever]:
     """More responses are asked for than are needed; the rest is aborted when enough have ended."""
     batch, setup = scene.request.batch, scene.choice.setup
     for share in MORE:
-        more = asked_for_more(batch, share)
+        more = beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
         planned = simulate(setup, more, scene.profile, memory=scene.base.memory).schedules
         if any(plan.sampled for plan in planned):
             return
@@ -196,10 +172,6 @@ def _overlapped(scene: Scene, trainer: float, rollout_s: float, *named: Any) -> 
     return Lever(name, setting, words, choice.step_s, after, gain, price, LAGGING, step=True)
 
 
-def _replicas(scene: Scene) -> int:
-    return scene.choice.setup.limits.data_parallel_size
-
-
 def _beside(scene: Scene, share: float, replicas: int, max_lag: int) -> Partial:
     """Steps beside the trainer, with this share of responses in flight beyond a batch."""
     setup = replace(scene.choice.setup, limits=replace(scene.choice.setup.limits, data_parallel_size=replicas))
@@ -213,7 +185,7 @@ def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
     None if tokens are more than `max_lag` versions behind with every share, if not all requests are simulated, and for
     turns, which would be cut in their midst.
     """
-    best, replicas = None, _replicas(scene)
+    best, replicas = None, scene.choice.setup.limits.data_parallel_size
     if scene.request.batch.turns is not None:
         return None
     for share in IN_FLIGHT:
@@ -236,15 +208,13 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     if scene.longest_alone_s > steps * trainer:
         times = f" {steps} times" if steps > 1 else ""
         return f"the longest response alone takes longer than training{times}"
-    own, most = _replicas(scene), scene.request.batch.at_once
+    own, most = scene.choice.setup.limits.data_parallel_size, scene.request.batch.at_once
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:
         too_few, enough = enough, min(most, math.ceil(enough * min(2.0, seconds(enough) / trainer)))
     if seconds(enough) > trainer:
         return "no number of rollout GPUs balances it"
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if seconds(middle) <= trainer else (middle, enough)
+    enough = too_few + 1 + bisect_left(range(too_few + 1, enough), True, key=lambda n: seconds(n) <= trainer)
     gpus = enough * scene.choice.setup.limits.tensor_parallel_size
     return f"{gpus} rollout GPU(s) balance it ({seconds(enough):.3g} s)"
 
@@ -310,7 +280,7 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
     if replicas > scene.request.batch.at_once or scene.choice.setup.gpu.is_cpu:
         return
     rollout = scene.run(scene.request.batch, data_parallel_size=replicas)
-    gpus = replicas * limits.tensor_parallel_size
+    gpus = 2 * limits.gpus
     price = f"{2 * rollout.makespan_s / scene.before.makespan_s:.2f} times the GPU seconds"
     words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
     setting = f"as replicas, instead of {gpus // 2}"
@@ -330,14 +300,11 @@ def _speculative(scene: Scene, drafts: Speculation | None) -> Iterator[Lever]:
     if drafts.source.head:
         price += "; a head that no weight sync reaches is accepted less and less"
     limits, config = drafts.limits(setup), json.dumps(drafts.config)
-    flags = [
-        f"--{name.replace('_', '-')} {getattr(limits, name)}"
-        for name in ("max_num_batched_tokens", "max_cudagraph_capture_size")
-        if getattr(limits, name) != getattr(setup.limits, name)
-    ]
+    sizes = ("max_num_batched_tokens", "max_cudagraph_capture_size")
+    changed = {name: getattr(limits, name) for name in sizes if getattr(limits, name) != getattr(setup.limits, name)}
     verl = f"+{VERL}.engine_kwargs.vllm.speculative_config"
     words = {
-        "vllm": " ".join([f"--speculative-config '{config}'", *flags]),
+        "vllm": " ".join([f"--speculative-config '{config}'", *serve_flags(changed)]),
         "verl": " ".join(f"{verl}.{name}={value}" for name, value in drafts.config.items()),
         "trl": f"trl vllm-serve --speculative_config '{config}'",
     }

@@ -15,7 +15,7 @@ from fp8plan.model.architecture.kept import OUTPUTS, Kept
 from fp8plan.model.emit.trainers import ENGINE_E8M0, TRAINERS
 from fp8plan.model.emit.vllm import kept_patterns
 from fp8plan.model.plan.candidates import risks
-from fp8plan.model.plan.choice import power, speed_up
+from fp8plan.model.plan.choice import power
 from fp8plan.model.plan.scene import Lever, Scene
 from fp8plan.model.plan.ways import engine_with, matching_trainer
 from fp8plan.model.risk.remedies import BF16, BLOCK, POW2, Remedies
@@ -60,18 +60,11 @@ def _lever(scene: Scene, other: Remedies, in_plan: bool = False) -> Iterator[Lev
     risk, _ = risks(engine.setup, scene.request)
     before, after = (run, scene.before) if in_plan else (scene.before, run)
     lower, higher = (choice.expected, risk) if in_plan else (risk, choice.expected)
-    yield Lever(
-        remedy.words(fp8_weights=True),
-        f"plan with {remedy.options}",
-        _words(remedy, scene, own if in_plan else other),
-        before.makespan_s,
-        after.makespan_s,
-        speed_up(before, after, scene.profile),
-        _price(remedy),
-        f"KL k3 {power(lower.kl_k3)} instead of {power(higher.kl_k3)}",
-        in_plan,
-        remedy=True,
-    )
+    words = _words(remedy, scene, own if in_plan else other)
+    name, setting = remedy.words(fp8_weights=True), f"plan with {remedy.options}"
+    mismatch = f"KL k3 {power(lower.kl_k3)} instead of {power(higher.kl_k3)}"
+    shown = {"mismatch": mismatch, "in_plan": in_plan, "remedy": True}
+    yield scene.lever(name, setting, words, after, _price(remedy), before, **shown)
 
 
 def _price(remedy: Remedies) -> str:
@@ -94,7 +87,7 @@ def _words(remedy: Remedies, scene: Scene, remedies: Remedies) -> Mapping[str, s
         words["vllm"] = f"{ENGINE_E8M0}=1"
     for trainer in TRAINERS:
         try:
-            words[trainer.name] = trainer.typed(remedy)
+            words[trainer.target] = trainer.typed(remedy)
         except ConfigError:  # a trainer without this remedy
             continue
     return words

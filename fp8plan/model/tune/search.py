@@ -16,20 +16,20 @@ from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.clock import Clock
-from fp8plan.model.emit.concurrent import UNBOUNDED
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable, capture_size_for
 from fp8plan.model.memory.kv_specs import windows_of
 from fp8plan.model.plan.candidates import Candidate, in_a_step
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up
 from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.planner import Prediction, priced, unpriced
 from fp8plan.model.plan.request import of_fields
 from fp8plan.model.plan.scene import CONCURRENT, Scene
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import makespans, schedules
 from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.workers import mapper
 
@@ -67,7 +67,7 @@ class Grid:
     whole_graphs:           False: CUDA graphs as vLLM captures them; True: for as many requests as may run
     max_num_batched_tokens: tried at the best of these
     prefix_caching:         likewise
-    concurrent:             with turns, powers of two from LEAST_AT_ONCE on, and all; all for verl and TRL
+    concurrent:             with turns, powers of two from LEAST_AT_ONCE on, and all; all for targets that start all
     """
 
     max_num_seqs: tuple[int, ...]
@@ -106,7 +106,7 @@ class Grid:
         if _left_out(callers, "max_num_seqs"):  # each candidate may lower it to its KV blocks
             seqs = tuple(map(Lowerable, seqs))
         at_once, numbers = Point.of(base).concurrent, list[int]()
-        bounded = base.request.target not in UNBOUNDED
+        bounded = not TARGETS[base.request.target].starts_all
         if at_once is None and bounded and CONCURRENT not in keep and base.request.batch.turns is not None:
             numbers = [2**k for k in range(LEAST_AT_ONCE.bit_length() - 1, requests.bit_length()) if 2**k < requests]
         return cls(seqs, whole_graphs, budgets, caches, (*numbers, at_once))
@@ -149,6 +149,7 @@ class Tuned:
     """Two plans: under the limits before the search, and under the best limits.
 
     request:     the question
+    base:        without levers of turns
     settings:    number of settings that were tried
     least_share: the least gpu_memory_utilization at which the best plan is as fast; None: not known
     """
@@ -167,10 +168,8 @@ class Tuned:
 
     def gain(self) -> SpeedUp:
         """The speed of the best plan's choice over that of the choice under the limits before."""
-        before, after, steps_s = self.base.chosen, self.best.chosen, None
-        if before.step_s is not None and after.step_s is not None:
-            steps_s = before.step_s, after.step_s
-        return speed_up(before.timed, after.timed, self.best.profile, steps_s)
+        before, after = self.base.chosen, self.best.chosen
+        return speed_up(before.timed, after.timed, self.best.profile, (before.step_s, after.step_s))
 
     def scene(self) -> Scene:
         """The best plan's choice, simulated."""
@@ -235,7 +234,7 @@ def search(request: TuneRequest) -> Tuned:
             raise ConfigError("the workload has turns, for which drafts are not modelled; leave --acceptance out")
         request.speculation.check(request.shape)
     quiet = replace(request, progress=iter)
-    base = predict(quiet)
+    base = unpriced(quiet)
     start, budget = Point.of(base), base.plan.budget
     grid = Grid.around(base, request.limits, request.keep)
     groups, rivals = grid.settings(base), Field.of(base)
@@ -249,7 +248,7 @@ def search(request: TuneRequest) -> Tuned:
         last, near = best, rivals.choices(grid.near(best.point))
         best = _pick([best, *near], best.point, budget)
         count += len(near)
-    plan = base if best.point == start else predict(_asked(quiet, best.point))
+    plan = priced(base if best.point == start else unpriced(_asked(quiet, best.point)))
     return Tuned(request, base, plan, grid, count, _least_share(best.choice, plan))
 
 
@@ -268,13 +267,11 @@ class Setting(NamedTuple):
     choice: Candidate
 
 
-Engine = tuple[Precision, tuple[int, bool], int]  # precision, cut and replicas
 Timed = tuple[int, int, Candidate]  # numbers of a point and of a candidate, and the candidate with its makespan there
 
 
-def _engine(candidate: Candidate) -> Engine:
-    limits = candidate.setup.limits
-    return candidate.setup.precision, limits.cut, limits.data_parallel_size
+def _engine(candidate: Candidate) -> tuple[Precision, tuple[int, bool, int]]:
+    return candidate.setup.precision, candidate.setup.limits.layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,11 +123,6 @@ class Speculation:
         own = {"model": "HEAD"} if self.method == "eagle3" else {}
         return {"method": self.method, "num_speculative_tokens": self.tokens} | own
 
-    def _asynchronous(self, setup: EngineSetup) -> bool:
-        """True if an engine schedules asynchronously with these drafts."""
-        on_gpu = has(setup.engine_version, NGRAM_ON_GPU) and not setup.gpu.is_cpu
-        return self.source.asynchronous or on_gpu
-
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError for a model whose speculation is not modelled."""
         if shape.recurrent:
@@ -140,11 +135,12 @@ class Speculation:
         """The limits with drafts: a token budget and CUDA graphs for as many requests as before."""
         limits, largest = setup.limits, max(setup.cudagraph_sizes, default=None)
         budget = max(limits.max_num_batched_tokens, self.queries * limits.max_num_seqs)
+        on_gpu = has(setup.engine_version, NGRAM_ON_GPU) and not setup.gpu.is_cpu
         return replace(
             limits,
             max_num_batched_tokens=budget,
             max_cudagraph_capture_size=largest and min(self.queries * largest, budget),
-            async_scheduling=limits.async_scheduling and self._asynchronous(setup),
+            async_scheduling=limits.async_scheduling and (self.source.asynchronous or on_gpu),
         )
 
 

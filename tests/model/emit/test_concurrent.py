@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
-import json
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from fp8plan.model.emit.targets import EMITTERS
+from fp8plan.model.emit.trainers import OPENRLHF, TRAINERS
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
+from fp8plan.model.targets import TARGETS, words_at_once
 from fp8plan.model.workload import Workload
 from fp8plan.model.workload_turns import Turns
 
@@ -22,26 +24,49 @@ def planned(concurrent: int | None) -> Plan:
     return plan("Qwen/Qwen3-0.6B", "h200", work, precisions=["bf16"])
 
 
-def notes(target: str, made: Plan) -> list[str]:
-    text = made.emit(target)
-    return text.splitlines() if target == "verl" else json.loads(text)["notes"]
-
-
-@pytest.mark.parametrize("target", ["vllm", "verl", "trl"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_target_says_how_many_trajectories_were_planned(target: str) -> None:
-    told = " ".join(notes(target, planned(12)))
+    told = planned(12).emit(target)
     assert "planned for 12 trajectories at once, of 32" in told
-    assert "orchestrator.concurrency.max_inflight=12" in told
-    assert "num_parallel_generation_workers=3" in told  # groups of four samples
-    assert "max_inflight_tasks=12" in told
-    of_all = " ".join(notes(target, planned(None)))
+    for words in (
+        "orchestrator.concurrency.max_inflight",
+        "num_parallel_generation_workers",
+        "--sglang-server-concurrency",
+        "max_inflight_tasks=12",
+    ):
+        assert words in told
+    of_all = planned(None).emit(target)
     assert "planned for 32 trajectories at once, of 32" in of_all
-    assert "max_inflight" not in of_all
-
-
-def test_a_plan_of_one_turn_says_nothing_of_it() -> None:
+    assert "elsewhere" not in of_all
     single = plan("Qwen/Qwen3-0.6B", "h200", Workload(8, 4, 64, 32), precisions=["bf16"])
-    assert not any("trajectories" in note for target in ("vllm", "verl", "trl") for note in notes(target, single))
+    assert "trajectories" not in single.emit(target)
+
+
+@pytest.mark.parametrize("target", [target for target, starts in TARGETS.items() if starts.at_once])
+def test_each_setting_stands_in_the_settings_of_its_target_unless_that_starts_all(target: str) -> None:
+    text, starts = planned(12).emit(target), TARGETS[target]
+    lines = [line.removesuffix(" \\") for line in text.splitlines() if line.startswith(tuple(starts.at_once))]
+    assert [line.split()[-1].split("=")[-1] for line in lines] == {
+        "prime-rl": ["12", "12"],
+        "skyrl": ["3"],  # groups of four samples
+        "slime": ["12"],
+        "trl": [],
+    }[target]
+    assert f"at once, of 32: {starts.starts_all or 'bounded by ' + next(iter(starts.at_once))}" in text
+    assert not set(lines) & set(planned(None).emit(target).splitlines())
+
+
+def test_replicas_share_the_trajectories_of_slime_and_samples_those_of_skyrl() -> None:
+    assert TARGETS["slime"].settings_at_once(13, 4, 2) == {"--sglang-server-concurrency": 7}
+    assert TARGETS["skyrl"].settings_at_once(13, 4, 2) == {"trainer.fully_async.num_parallel_generation_workers": 3}
+    assert TARGETS["skyrl"].settings_at_once(3, 4, 1) == {"trainer.fully_async.num_parallel_generation_workers": 1}
+    assert TARGETS["verl"].settings_at_once(13, 4, 2) == {}
+
+
+def test_every_table_by_target_has_targets_alone() -> None:
+    assert EMITTERS.keys() == TARGETS.keys()
+    assert words_at_once(12, 4, 1).keys() <= TARGETS.keys()
+    assert {trainer.target for trainer in (*TRAINERS, OPENRLHF)} <= TARGETS.keys()
 
 
 def source(package: str, file: str) -> str:

@@ -622,12 +622,11 @@ def test_a_plan_records_what_it_was_told_and_what_it_warned_of() -> None:
 def test_a_prediction_keeps_the_rollout_behind_every_choice() -> None:
     found = predict(PlanRequest(SMALL, "a100", WORK))
     assert [r is not None for r in found.rollouts] == [c.available for c in found.plan.choices]
-    assert [p is not None for p in found.pools] == [c.available for c in found.plan.choices]
-    rollout, pool, choice = found.rollouts[0], found.pools[0], found.plan.choices[0]
+    rollout, memory, choice = found.rollouts[0], found.tried[0].memory, found.plan.choices[0]
     assert rollout is not None
-    assert pool is not None
+    assert memory is not None
+    assert (memory.usable_blocks + 1) * 16 == choice.kv_cache_tokens
     assert rollout.makespan_s == choice.makespan_s == pytest.approx(rollout.timeline.seconds[-1])
-    assert (pool + 1) * 16 == choice.kv_cache_tokens
     assert found.plan.warnings
 
 

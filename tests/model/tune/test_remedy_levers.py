@@ -12,6 +12,7 @@ from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.scene import Lever
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.levers import levers
 from fp8plan.model.tune.request import TuneRequest
@@ -75,9 +76,10 @@ def test_what_a_model_or_a_precision_lacks_has_no_row() -> None:
 
 def test_words_are_the_engine_s_and_the_trainers_own() -> None:
     rows = found(EXPERTS, Remedies())
+    assert {program for row in rows.values() for program in row.words} <= {*TARGETS, "fp8plan"}
     assert rows[REPLAY].words["vllm"] == "--enable-return-routed-experts"
     assert rows[REPLAY].words["slime"] == "--use-rollout-routing-replay"
-    assert rows[REPLAY].words["TRL"] == "fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)"
+    assert rows[REPLAY].words["trl"] == "fp8plan.integrations.trl.GRPOTrainer(..., router_replay=True)"
     assert rows[KEPT].words["vllm"].endswith(r"re:.*\.layers\.(0|47)\..*")
     assert rows[KEPT].words["fp8plan"] == "keep_bf16=(1, 1)"
     kept = found(EXPERTS, Remedies(keep_bf16=(1, 1, "o_proj")))

@@ -10,10 +10,12 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.distributions import LogNormal
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan import planner
 from fp8plan.model.plan.choice import choose
-from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.planner import Prediction, predict, unpriced
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.plan.scene import Lever
+from fp8plan.model.plan.scene import Lever, Scene
+from fp8plan.model.targets import TARGETS
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Field, Grid, Tuned, search
@@ -70,7 +72,7 @@ def test_no_plan_of_the_grid_is_better(tuned: Tuned) -> None:
 
 
 def test_the_choice_at_a_point_is_that_of_a_plan() -> None:
-    base = predict(asked(gpus=2))
+    base = unpriced(asked(gpus=2))
     grid = Grid.around(base, STARVED, ())
     some = [point for group in grid.settings(base) for point in group][::4]
     assert len({point.concurrent for point in some}) > 2
@@ -88,10 +90,33 @@ def test_a_number_that_is_given_or_kept_stays() -> None:
     assert given.best.request.batch.at_once == 48
 
 
-@pytest.mark.parametrize("target", ["verl", "trl"])
+@pytest.mark.parametrize("target", ["verl", "trl", "nemo-rl", "openrlhf"])
 def test_a_trainer_that_cannot_bound_the_trajectories_at_once_gets_all(target: str) -> None:
-    base = predict(replace(asked(), target=target))
+    base = unpriced(replace(asked(), target=target))
     assert Grid.around(base, STARVED, ()).concurrent == (None,)
+
+
+@pytest.mark.parametrize("target", ["vllm", "skyrl", "prime-rl", "slime"])
+def test_a_target_that_bounds_the_trajectories_at_once_has_them_searched(target: str) -> None:
+    base = unpriced(replace(asked(), target=target))
+    assert Grid.around(base, STARVED, ()).concurrent == (16, 32, 64, 128, None)
+
+
+def test_the_levers_of_turns_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes: list[Scene] = []
+
+    def counted(scene: Scene) -> list[Lever]:
+        scenes.append(scene)
+        return []
+
+    monkeypatch.setattr(planner, "turn_levers", counted)
+    tuned = search(replace(asked(), keep=SEARCHED))
+    Answer.of(tuned)
+    assert [scene.choice for scene in scenes] == [tuned.best.chosen]
+
+
+def test_every_word_of_a_lever_is_a_target_s(found: dict[str, Lever]) -> None:
+    assert {program for lever in found.values() for program in lever.words} <= {*TARGETS, "fp8plan"}
 
 
 def test_a_change_of_the_trajectories_at_once_is_a_lever_of_the_plan(tuned: Tuned, found: dict[str, Lever]) -> None:
@@ -100,7 +125,9 @@ def test_a_change_of_the_trajectories_at_once_is_a_lever_of_the_plan(tuned: Tune
     assert lever.in_plan
     assert lever.before_s == pytest.approx(predicted(tuned.best.plan.limits, None).chosen.timed.makespan_s)
     assert lever.words["fp8plan"] == f"--concurrent {number}"
-    assert lever.words["prime-rl"] == f"orchestrator.concurrency.max_inflight={number} and min_inflight={number}"
+    assert lever.words["prime-rl"] == (
+        f"orchestrator.concurrency.max_inflight={number} and orchestrator.concurrency.min_inflight={number}"
+    )
     assert "vllm" not in lever.words
 
 
@@ -110,7 +137,8 @@ def test_levers_of_turns_are_plans_of_turns(found: dict[str, Lever], tuned: Tune
     assert found["prefix caching off"].after_s == pytest.approx(
         next(c for c in without.tried if c.setup.precision == tuned.best.chosen.setup.precision).timed.makespan_s
     )
-    assert "by the prefixes and requests that a larger cache keeps" in found["FP8 KV cache"].setting
+    assert found["FP8 KV cache"].in_plan
+    assert any("by the prefixes and requests that a larger KV cache keeps" in x for x in tuned.best.plan.reasons)
     two = predict(replace(asked(number), limits=replace(tuned.best.plan.limits, data_parallel_size=2)))
     same = next(c for c in two.tried if c.setup.precision == tuned.best.chosen.setup.precision)
     assert found["2 GPUs"].after_s == pytest.approx(same.timed.makespan_s)
