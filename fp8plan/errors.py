@@ -39,8 +39,8 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its kind if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message without its full stop, or its kind if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def some(names: Sequence[str]) -> str:
