@@ -20,7 +20,7 @@ ROOT = Path(fp8plan.__file__).parent
 MOST_LINES = 450  # of a module
 SPARE = 0.02  # of a budget, beside the rounding to hundreds, may be left over before it is lowered
 MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of the files that it enters
-    "plan": {"hops": 168, "lines": 14_560},
+    "plan": {"hops": 169, "lines": 14_570},
     "tensor": {"hops": 28, "lines": 4863},
     "log-prob": {"hops": 22, "lines": 3984},
 }
