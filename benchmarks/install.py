@@ -38,12 +38,36 @@ for package in distributions():
 print(json.dumps(sizes))
 """
 USER = """
+from collections.abc import Iterable
+from typing import Any
+
 import fp8plan
+from fp8plan.integrations import slime
+from fp8plan.integrations.trl import GRPOTrainer, planned
 
 work = fp8plan.Workload(32, 16, fp8plan.Fixed(1024), fp8plan.LogNormal(mean=6000, sigma=0.9, max=20480))
 plan: fp8plan.Plan = fp8plan.plan("Qwen/Qwen3-8B", "h200", work)
 seconds: float | None = plan.choices[plan.chosen].makespan_s
 settings: dict[str, object] = plan.vllm_kwargs()
+loss_of_slime = slime.correct
+
+
+def train(batches: Iterable[tuple[Any, Any, Any]], losses: Any) -> Any:
+    engine = fp8plan.RolloutEngine.from_plan(plan, "Qwen/Qwen3-8B")
+    sinks = [fp8plan.JsonLines("run.jsonl"), fp8plan.TensorBoard("runs"), fp8plan.Wandb("project")]
+    monitor = fp8plan.Monitor(plan=plan, engine=engine, sinks=sinks)
+    for train_logprobs, rollout_logprobs, mask in batches:
+        step = monitor.step(train_logprobs, rollout_logprobs, mask)
+        loss = step.loss(losses)
+        kl: float = step.mismatch.k3
+        engine.apply(step.verdict, step.decided.escalate)
+        print(loss, kl, engine.sync_weights({}).patched)
+    return monitor.state_dict()
+
+
+def grpo(args: Any, dataset: Any, reward: Any) -> None:
+    chosen: int = planned(args, dataset, model="Qwen/Qwen3-8B", gpu="h200").chosen
+    GRPOTrainer("Qwen/Qwen3-8B", reward, args, dataset, plan="auto", choice=chosen).train()
 """
 
 

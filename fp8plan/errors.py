@@ -38,6 +38,11 @@ def text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message without its full stop, or its kind if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def some(names: Sequence[str]) -> str:
     """Return the first names for a message, and how many more they are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""

@@ -104,6 +104,10 @@ def _named(source: str) -> list[Any]:
             return [value() if callable(value) else value for value in known]
     except Fp8PlanError:
         raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--grpo-config {source}: {error}; type: pip install 'fp8plan[trl]', and what else {file} imports"
+        ) from error
     except Exception as error:
         raise ConfigError(f"--grpo-config {source}: {type(error).__name__}: {error}; mend {file}") from error
     finally:

@@ -17,6 +17,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
+from fp8plan.model.schedule.scheduler import NOT_COMPILED, compiled
 from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.shards import check_target, strictest
 from fp8plan.model.targets import TARGETS
@@ -169,6 +170,8 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
         loop_s = this_host.host_loop_s()
         if loop_s is not None:
             made["host_loop_s"], notes = loop_s, [*notes, this_host.said(loop_s)]
+    if compiled() is None:
+        print_notes([NOT_COMPILED])  # at once, as the simulation may take minutes
     return kind.of(words, **made), outputs, notes
 
 

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, first_line
 from fp8plan.importers import notes
 from fp8plan.importers.logged import Measured, Note, Request, Text, name_of, without_waits
 from fp8plan.importers.turn_boundaries import Texts, split
@@ -32,9 +32,8 @@ def load_tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # from the hub, the file system, or the tokenizer's own format
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"there is no tokenizer {name!r}: {problem}; give the hub id or the folder of the run's model"
+            f"there is no tokenizer {name!r}: {first_line(error)}; give the hub id or the folder of the run's model"
         ) from None
 
 
@@ -134,7 +133,7 @@ class Counter:
             )
         except Exception as error:  # ValueError without a template, and whatever a template raises
             raise ConfigError(
-                f"the tokenizer cannot render the log's conversations: {str(error).splitlines()[0]}; give the one that "
+                f"the tokenizer cannot render the log's conversations: {first_line(error)}; give the one that "
                 "the run used"
             ) from None
         return text

@@ -19,12 +19,13 @@ import pytest
 from command import RECORD, Done, first_choice, refused
 from typed import MODEL, PLAN, SMALL
 
-from fp8plan.cli import console
+from fp8plan.cli import console, request
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.schedule.scheduler import NOT_COMPILED
 from fp8plan.runtime.this_host import said
 
 
@@ -39,6 +40,14 @@ def test_own_profiles_that_are_not_there_are_told(
     for words in (PLAN, ["profiles"], ["validate", "records.jsonl"]):
         (line,) = [line for line in fp8plan(*words).err.splitlines() if "FP8PLAN_PROFILES" in line]
         assert line.startswith(f"note: FP8PLAN_PROFILES is {tmp_path / 'typo'}, which holds no profile")
+
+
+def test_without_a_c_compiler_a_note_says_why_it_takes_long(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert NOT_COMPILED not in fp8plan(*PLAN).err
+    monkeypatch.setattr(request, "compiled", lambda: None)
+    assert fp8plan(*PLAN).err.splitlines()[0] == f"note: {NOT_COMPILED}"
 
 
 def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from trainer_files import VERL_CONFIG
 from trl_runs import PROMPT, SETTINGS, dataset, model, share_of_even, trainer_of
 from verl_config import composed
 from verl_parts import config, small
@@ -146,8 +147,15 @@ def test_typed_options_go_before_a_grpo_config(tmp_path: Path, capsys: pytest.Ca
         (["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "FILE"], "allowed: FILE.py:ARGS or FILE.py:ARGS,DATASET"),
         (["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "no.py:args"], "no.py is no Python file"),
         (["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "FILE:arg"], "AttributeError: .*no attribute 'arg'; mend"),
+        (
+            ["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "FILE:args,dataset"],
+            "tokenizer of 'Q.*: .*--prompt-lengths",
+        ),
+        (["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "lacks.py:args"], "No module named 'rewards'; type: pip "),
         (["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "FILE:dataset"], "names a Dataset; allowed: a GRPOConfig"),
         (["Qwen/Qwen3-8B", "--gpu", "h200", "--grpo-config", "a:b", "--verl-config", "c"], "allowed: one of them"),
+        (["--verl-config", "sglang.yaml"], "rollout.name is sglang, .*; allowed: vllm, fp8plan"),
+        (["--verl-config", "nameless.yaml"], "rollout.name is missing, .*; allowed: vllm, fp8plan"),
         (["--verl-config", "no.yaml"], "no.yaml is not verl's composed configuration: .*No such file.* --cfg job"),
         (["--verl-config", "part.yaml"], "part.yaml is not verl's composed configuration: Missing key .*; type: "),
         (["Qwen/Qwen3-8B"], "Missing option '--gpu'"),
@@ -157,6 +165,9 @@ def test_what_a_configuration_lacks_is_one_clear_error(
     words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "lacks.py").write_text("import rewards\n")
+    (tmp_path / "sglang.yaml").write_text(VERL_CONFIG.replace("name: vllm", "name: sglang"))
+    (tmp_path / "nameless.yaml").write_text(VERL_CONFIG.replace("name: vllm", 'name: "???"'))
     (tmp_path / "part.yaml").write_text("data: {train_batch_size: 8}\n")
     code, out, error = typed(capsys, *(word.replace("FILE", str(grpo(tmp_path))) for word in words))
     assert (code, out) == (2, "")

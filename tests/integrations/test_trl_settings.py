@@ -273,6 +273,17 @@ def test_a_missing_or_unknown_trl_is_one_clear_error(lacks: str) -> None:
     assert said.rstrip().endswith("; type: pip install 'fp8plan[trl]'")
 
 
+@pytest.mark.parametrize("package", ["requests", "vllm"])
+def test_without_vllm_there_is_a_table_and_one_clear_error(package: str) -> None:
+    code = (
+        f"import sys; sys.modules['{package}'] = None\n"
+        "from fp8plan.integrations.trl import planned\nfrom fp8plan.integrations.trl import GRPOTrainer"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert "ConfigError: GRPOTrainer needs vLLM, which is not installed (" in said
+    assert said.rstrip().endswith("call fp8plan.integrations.trl.planned")
+
+
 # ------------------------------------------------------------------------------------------------ the correction
 
 

@@ -20,6 +20,7 @@ __all__ = ["GRPOTrainer", "Planned", "planned"]
 
 if not TYPE_CHECKING:  # a plan alone needs neither vLLM nor TRL's trainers
     MODULES = {"GRPOTrainer": "trainer", "Planned": "mixin"}
+    OF_VLLM = ("vllm", "requests")  # requests comes with vLLM
 
     def __getattr__(name: str) -> Any:
         if name not in MODULES:
@@ -27,10 +28,16 @@ if not TYPE_CHECKING:  # a plan alone needs neither vLLM nor TRL's trainers
         try:
             module = import_module(f"{__name__}.{MODULES[name]}")
         except ImportError as error:
-            if (error.name or "").partition(".")[0] != "trl":
-                raise
-            raise ConfigError(
-                f"TRL is not installed, or is one that fp8plan does not know ({error}); "
-                "type: pip install 'fp8plan[trl]'"
-            ) from error
+            package = (error.name or "").partition(".")[0]
+            if package == "trl":
+                raise ConfigError(
+                    f"TRL is not installed, or is one that fp8plan does not know ({error}); "
+                    "type: pip install 'fp8plan[trl]'"
+                ) from error
+            if package in OF_VLLM:
+                raise ConfigError(
+                    f"{name} needs vLLM, which is not installed ({error}); type: pip install 'fp8plan[vllm]' (on a "
+                    "CPU: 'fp8plan[cpu]'). For the table alone, call fp8plan.integrations.trl.planned"
+                ) from error
+            raise
         return getattr(module, name)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, first_line
 from fp8plan.integrations.request import Rollouts, printed_plan
 from fp8plan.model.distributions import Trace
 from fp8plan.model.plan.plan import Plan
@@ -124,7 +124,13 @@ def dataset_lengths(args: Any, dataset: Any, model: str, processing_class: Any =
 
         processor = processing_class
         if processor is None:
-            processor = AutoProcessor.from_pretrained(model, truncation_side="left", padding_side="left")
+            try:
+                processor = AutoProcessor.from_pretrained(model, truncation_side="left", padding_side="left")
+            except Exception as error:  # from the hub, the file system, or the tokenizer's own format
+                raise ConfigError(
+                    f"the dataset's prompts need the tokenizer of {model!r}: {first_line(error)}; give a folder that "
+                    "has it, or leave the dataset out and give --prompt-lengths"
+                ) from None
         trainer: Any = SimpleNamespace(
             processing_class=processor,
             chat_template_kwargs=args.chat_template_kwargs or {},

@@ -295,7 +295,10 @@ def rollouts_in(config: Any) -> Rollouts:
     try:
         read = OmegaConf.load(config) if isinstance(config, (str, Path)) else OmegaConf.create(config)
         settings, rollout = settings_in(read), read.actor_rollout_ref.rollout
-        if rollout.name != NAME:
+        name = "missing" if OmegaConf.is_missing(rollout, "name") else rollout.name
+        if name not in (NAME, "vllm"):
+            raise ConfigError(f"{ROLLOUT}.name is {name}, and fp8plan predicts vLLM; allowed: vllm, {NAME}")
+        if name != NAME:
             with open_dict(rollout):
                 rollout.update(quantization=None, quantization_config_file=None)
         refuse(read)

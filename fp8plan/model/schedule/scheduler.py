@@ -30,7 +30,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,11 @@ from fp8plan.model.schedule.rows import TYPES, Columns
 from fp8plan.model.schedule.turns_in_c import TurnsInC
 from fp8plan.model.turn_table import NO_WAITS, TurnTable
 from fp8plan.model.workload import Batch
+
+NOT_COMPILED: Final = (
+    "the simulation of vLLM's scheduler was not compiled, so large batches take minutes; install a C compiler, such as "
+    "gcc, or name one in CC. ~/.cache, or the folder in XDG_CACHE_HOME, must be writable"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.errors import ConfigError, NotServingError, first_line
 from fp8plan.runtime.apply.doctor.observed import Compared, RankWeights, Temperatures
 from fp8plan.runtime.apply.engine.base import driven, requests
 from fp8plan.runtime.apply.engine.counters import SINCE_START, counts
@@ -211,8 +211,7 @@ def asking_llm(llm: LLM) -> Ask:
         except Exception as error:  # another process takes no functions; or the engine is dead
             if "EngineDead" in type(error).__name__:
                 raise NotServingError("the engine has died; start another") from error
-            first = (str(error) or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"its workers do not answer ({first:.120}); type: {ATTACH}") from error
+            raise ConfigError(f"its workers do not answer ({first_line(error):.120}); type: {ATTACH}") from error
 
     return partial(driven, answer=answer)
 

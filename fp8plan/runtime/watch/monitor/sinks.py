@@ -48,7 +48,7 @@ class NotOnDiskError(OSError):
     """A failed wait for the disk: the records are in the file, but may be lost with the machine."""
 
 
-class JsonLines:
+class JsonLines(Sink):
     """The run file that `fp8plan monitor`, `report` and `validate` read (fp8plan.runtime.watch.monitor.record).
 
     sync_s: seconds between two waits for the disk itself, against the loss of the machine, not of the process. 0: with
@@ -218,7 +218,7 @@ class Sinks:
             warn(f"{self.sinks[number]!r}: {problem}. Training goes on; further failures are only counted")
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Every metric as a scalar, by torch.utils.tensorboard, in event files under `folder`."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -254,7 +254,7 @@ class TensorBoard:
                 writer.close()
 
 
-class Prometheus:
+class Prometheus(Sink):
     """The last record's numbers as gauges at http://address:port/metrics, for as long as the process lives.
 
     port:    0: any free one; `port` is its number once it is open

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.packages import package
-from fp8plan.runtime.watch.monitor.sinks import Record, numbers
+from fp8plan.runtime.watch.monitor.sinks import Record, Sink, numbers
 
 
-class Tracker:
+class Tracker(Sink):
     """Every metric of each step, in a run of its own.
 
     project:  the tracker's name for several runs
