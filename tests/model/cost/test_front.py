@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.cost.front import INSIDE, OWN
 from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits

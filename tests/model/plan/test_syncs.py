@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.cost.front import INSIDE, OWN
 from fp8plan.model.distributions import Fixed, LogNormal
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import PlanRequest
