@@ -1,7 +1,7 @@
 """CPU seconds of `vllm serve`'s front end for requests and tokens: the constants of `--inside server-http`.
 
-    python -m benchmarks.server_http             prints the fit to benchmarks/results/server_http.jsonl
-    python -m benchmarks.server_http --record    measures that file; ten minutes on two quiet cores
+    python -m benchmarks.server_http           prints the tables of docs/evidence/trainers.md
+    python -m benchmarks.server_http --record  measures benchmarks/results/server_http.jsonl first, in ten minutes
 
 The front end is the process that speaks HTTP. It parses requests, tokenises prompts, passes both to the engine's
 process, turns tokens into text, and writes answers. The engine has a tiny random model on the CPU. It runs in a process
@@ -22,6 +22,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,8 +31,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
+from benchmarks import public_figures
 from benchmarks.tables.markdown import table
 from fp8plan import jsonl
+from fp8plan.model.cost.front import HTTP, OWN
 
 RESULTS: Final = Path(__file__).parent / "results" / "server_http.jsonl"
 VOCABULARY: Final = 32_000
@@ -214,6 +217,29 @@ def fits(path: Path = RESULTS) -> str:
     return f"{table(heads, lines)}\n\n{where}."
 
 
+def compared() -> str:
+    """Figures of servers that others published, and their predictions without and with the front, in Markdown."""
+    lines = []
+    for figure in public_figures.figures():
+        if figure.inside != HTTP:
+            continue
+        model, limits, cells = figure.model.rpartition("/")[2], figure.setup.limits, []
+        setting = f"{figure.gpu}, TP {limits.tensor_parallel_size}, {limits.max_num_batched_tokens:,} tokens a step"
+        for inside in (OWN, HTTP):
+            value, low, high = replace(figure, inside=inside).predicted
+            cells.append(f"{value:.1f} ({low:.1f} to {high:.1f}), {value / figure.public - 1:+.0%}")
+        requests, prompt, response = figure.workload
+        work = f"{requests:,} x {prompt:,}/{response:,}"
+        lines.append((model, figure.precision, setting, work, f"{figure.public:.1f}", *cells))
+    heads = ("model", "precision", "set-up", "requests", "published elsewhere (s)", "`own` (s)", f"`{HTTP}` (s)")
+    return table(heads, lines)
+
+
+def tables() -> str:
+    """The fits, and the comparison with published figures."""
+    return f"{fits()}\n\n{compared()}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help=f"measure, and write {RESULTS.name}")
@@ -229,7 +255,7 @@ def main() -> None:
             with serving(model, Path(name)) as (url, process):
                 lines = [json.dumps(row | facts) for row in measured(url, process, model)]
         RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(fits())
+    print(tables())
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:(b)(?:its?)?|(B)(?:yte
 # Program that calls the engine (fp8plan.model.cost.front.INSIDE) -> trainer that sends the new weights; None: fp8plan
 # sends them. verl (BucketedWeightSender) and TRL (VLLMGeneration.sync_weights, VLLMClient) send all weights in BF16.
 SENDERS: Final = {
-    **dict.fromkeys((OWN, *HTTP)),
+    **dict.fromkeys((OWN, HTTP)),
     **dict.fromkeys(("verl", "verl-stock"), "verl"),
     **dict.fromkeys(("trl", "trl-stock", "server", "server-stock"), "TRL"),
 }

@@ -252,7 +252,7 @@ def _of_turns(replicas: Sequence[Schedule], tool_share: float) -> dict[str, floa
 
 def _beside_steps(plan: Schedule, model: StepModel) -> Cost:
     """Seconds before the first step, and after the last, shape (1,)."""
-    if model.inside in HTTP:  # its front checks a prompt while the engine works
+    if model.inside == HTTP:  # its front checks a prompt while the engine works
         beside = start_cost(0, 0, model.profile)
     else:
         beside = start_cost(plan.requests, plan.prompt_tokens, model.profile)

@@ -15,6 +15,7 @@ class Starts(NamedTuple):
     measures:     who measures the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
     lacks:        precision that it cannot have -> the reason
     engine:       its engine
+    over_http:    requests reach vLLM's own server over HTTP
     """
 
     whole_blocks: bool = False
@@ -22,6 +23,7 @@ class Starts(NamedTuple):
     measures: str = ""
     lacks: Mapping[str, str] = MappingProxyType({})
     engine: str = "vLLM"
+    over_http: bool = False
 
 
 _NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
@@ -32,11 +34,11 @@ TARGETS: Final = {
     "vllm": Starts(),
     "verl": Starts(True, "verl", "fp8plan"),
     "trl": Starts(False, "TRL", "fp8plan"),
-    "vllm-serve": Starts(),
+    "vllm-serve": Starts(over_http=True),
     "verl-stock": Starts(True, "verl"),
     "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}),
     "skyrl": Starts(False, "SkyRL"),
-    "prime-rl": Starts(False, "prime-rl"),
+    "prime-rl": Starts(False, "prime-rl", over_http=True),
     "slime": Starts(True, "slime", engine="SGLang"),
     "openrlhf": Starts(False, "OpenRLHF", "", dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8)),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.emit.concurrent import concurrent_notes
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
@@ -17,8 +18,22 @@ FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns
 
 
 def rollout_notes(job: Job) -> list[str]:
-    """Notes that stand below every target's settings: trajectories at once, mismatch, and grids of numbers."""
-    return [*concurrent_notes(job.workload, job.target), *_mismatch_notes(job), *_grid_notes(job)]
+    """Notes that stand below every target's settings: trajectories at once, front end, mismatch, grids of numbers."""
+    return [
+        *concurrent_notes(job.workload, job.target),
+        *_front_notes(job),
+        *_mismatch_notes(job),
+        *_grid_notes(job),
+    ]
+
+
+def _front_notes(job: Job) -> list[str]:
+    """A note if requests come over HTTP, and the plan's times leave the server's front end out; else []."""
+    if not TARGETS[job.target].over_http or job.setup.inside != OWN:
+        return []
+    return [
+        "requests over HTTP take longer than planned; plan again with --inside server-http to add the server's time"
+    ]
 
 
 def _grid_notes(job: Job) -> list[str]:

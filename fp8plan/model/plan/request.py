@@ -130,7 +130,7 @@ class PlanRequest:
         Option(
             ENGINE,
             "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, trl-stock, "
-            "server-stock, server-http (vllm serve), server-http-stream",
+            "server-stock, server-http (vllm serve)",
             "that of --emit, else own",
             metavar="NAME",
         ),
