@@ -31,9 +31,7 @@ def _front_notes(job: Job) -> list[str]:
     """A note if requests come over HTTP, and the plan's times leave the server's front end out; else []."""
     if not TARGETS[job.target].over_http or job.setup.inside != OWN:
         return []
-    return [
-        "requests over HTTP take longer than planned; plan again with --inside server-http to add the server's time"
-    ]
+    return ["requests over HTTP may take longer; plan again with --inside server-http, which has the front end"]
 
 
 def _grid_notes(job: Job) -> list[str]:
