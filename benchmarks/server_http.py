@@ -31,10 +31,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks import public_figures
+from benchmarks import inside, public_figures
 from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 from fp8plan.model.cost.front import HTTP, OWN
+from fp8plan.model.profile.library import load_profile
 
 RESULTS: Final = Path(__file__).parent / "results" / "server_http.jsonl"
 VOCABULARY: Final = 32_000
@@ -225,8 +226,8 @@ def compared() -> str:
             continue
         model, limits, cells = figure.model.rpartition("/")[2], figure.setup.limits, []
         setting = f"{figure.gpu}, TP {limits.tensor_parallel_size}, {limits.max_num_batched_tokens:,} tokens a step"
-        for inside in (OWN, HTTP):
-            value, low, high = replace(figure, inside=inside).predicted
+        for caller in (OWN, HTTP):
+            value, low, high = replace(figure, inside=caller).predicted
             cells.append(f"{value:.1f} ({low:.1f} to {high:.1f}), {value / figure.public - 1:+.0%}")
         requests, prompt, response = figure.workload
         work = f"{requests:,} x {prompt:,}/{response:,}"
@@ -235,9 +236,24 @@ def compared() -> str:
     return table(heads, lines)
 
 
+def of_trl() -> str:
+    """The steps of TRL's server on GPUs, and their predictions without and with the front, in Markdown."""
+    lines = []
+    with TemporaryDirectory() as folder:
+        for run in inside.runs(Path(folder)):
+            fields = run.records[0].fields
+            if fields["inside"] != "server-stock":
+                continue
+            profile, _ = load_profile(fields["gpu"], inside.VERSION)
+            errors = [inside.error(run.records, profile, caller) for caller in (OWN, HTTP)]
+            cells = [f"{together:+.1%}, {held:.0%} held" for _, together, held in errors]
+            lines.append((run.name, str(len(run.records)), *cells))
+    return table(("run", "steps", f"`{OWN}`", f"`{HTTP}`"), lines)
+
+
 def tables() -> str:
-    """The fits, and the comparison with published figures."""
-    return f"{fits()}\n\n{compared()}"
+    """The fits, and the comparisons with TRL's server and with published figures."""
+    return "\n\n".join((fits(), of_trl(), compared()))
 
 
 def main() -> None:
