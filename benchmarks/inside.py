@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
 from fp8plan.model.configs import find_config
-from fp8plan.model.cost.host import OWN, front_kernels
+from fp8plan.model.cost.front import OWN, front_kernels
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.choice import SpeedUp

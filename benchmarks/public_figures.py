@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from benchmarks.tables.markdown import table
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -55,6 +56,7 @@ class Figure:
     towers:       billions of parameters of encoders that fp8plan does not read
     tolerance:    in the unit of the kind, where the kind has none of its own
     workload:     requests, prompt tokens and response tokens
+    inside:       the program that called the engine, as in PlanRequest
     refusal:      words of fp8plan's refusal
     note:         what a reader must know of the comparison
     why:          the size of a miss, and its cause
@@ -75,6 +77,7 @@ class Figure:
     towers: float = 0.0
     tolerance: float = 0.0
     workload: tuple[int, ...] = ()
+    inside: str = OWN
     refusal: str = ""
     note: str = ""
     why: str = ""
@@ -109,7 +112,7 @@ class Figure:
         setup = self.setup
         answer = plan(
             setup.model, setup.gpu, work, limits=setup.limits, precisions=[self.precision],
-            engine_version=self.engine_version,
+            engine_version=self.engine_version, inside=self.inside,
         )  # fmt: skip
         return answer.choices[0]
 
@@ -262,6 +265,8 @@ def _set_up(figure: Figure) -> str:
     if figure.workload:
         requests, prompt, response = figure.workload
         words.append(f"{requests} x {prompt:,}/{response:,}")
+    if figure.inside != OWN:
+        words.append(figure.inside)
     return ", ".join(words)
 
 

@@ -30,6 +30,7 @@ import native_h100  # noqa: E402
 import public_figures  # noqa: E402
 import reports  # noqa: E402
 import routed_experts  # noqa: E402
+import server_http  # noqa: E402
 import speed  # noqa: E402
 import uncalibrated  # noqa: E402
 from learning.tables import tables as learning  # noqa: E402
@@ -225,7 +226,7 @@ def others() -> dict[str, str]:
         "fleet on GPUs": fleet.committed(),
     }
     made["probe"] = probe.table()
-    made["public figures"] = public_figures.page()
+    made |= {"public figures": public_figures.page(), "server http": server_http.tables()}
     made["starts"] = starts()
     made["kept sets"] = kept_sets()
     made["predicted change ratios"] = change_ratios.committed()

@@ -141,7 +141,7 @@ class Source:
     repeats:  true if a rollout is the one in the file before; None: it never is
     seconds, mean_response: names of its figures: seconds of generation, mean tokens of a response; None: not logged
     mean_with_tools: the mean counts tool output, too
-    inside:   the program that called the engine, one of fp8plan.model.cost.host.INSIDE; None: a loop of its own
+    inside:   the program that called the engine, one of fp8plan.model.cost.front.INSIDE; None: a loop of its own
     overwritten: a figure that marks the steps whose logged rollout is an evaluation's; None: there are none
     """
 

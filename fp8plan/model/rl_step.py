@@ -19,7 +19,7 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.base import StepBatch, WindowReads
-from fp8plan.model.cost.host import OWN
+from fp8plan.model.cost.front import HTTP, OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
@@ -59,10 +59,10 @@ COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 # 25Gb/s, as well as the spellings 25Gbps, 25Gbit/s, 25 GBps and 3GByte/s. The case of b alone says bits or bytes.
 LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:(b)(?:its?)?|(B)(?:ytes?)?)(?:/s|/sec|ps)\s*")
-# Program that calls the engine (fp8plan.model.cost.host.INSIDE) -> trainer that sends the new weights; None: fp8plan
+# Program that calls the engine (fp8plan.model.cost.front.INSIDE) -> trainer that sends the new weights; None: fp8plan
 # sends them. verl (BucketedWeightSender) and TRL (VLLMGeneration.sync_weights, VLLMClient) send all weights in BF16.
 SENDERS: Final = {
-    OWN: None,
+    **dict.fromkeys((OWN, HTTP)),
     **dict.fromkeys(("verl", "verl-stock"), "verl"),
     **dict.fromkeys(("trl", "trl-stock", "server", "server-stock"), "TRL"),
 }

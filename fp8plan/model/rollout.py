@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
+from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined, zero
 from fp8plan.model.cost.clock import Clock
+from fp8plan.model.cost.front import HTTP, ONE_FOR_ALL, OWN, Front, Passing, front_of
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
-from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
+from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.routes import route_end_cost
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
@@ -30,7 +31,6 @@ from fp8plan.model.workload import Batch
 
 WHOLE = 20_000  # most requests of a replica that are simulated whole
 CHUNKS = 10  # parts of the middle, whose paces are compared
-LEAST_SECONDS = 1e-12  # of a row, as a divisor
 Z90 = 1.6449  # a normal variable is within +-Z90 standard deviations with probability 90%
 TAIL_SHARE = 0.25
 ROWS_AT_ONCE = 1_000_000  # most rows of several replicas that are timed together; a row takes about a kilobyte
@@ -191,7 +191,8 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     in_engine, fronts = _row_seconds(replicas, [step_seconds[i] for i in at], model)
     seconds = _with_waits(replicas, in_engine, fronts)
     slowest = int(np.argmax([row.sum() for row in seconds]))
-    batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
+    batch, plan, steps = batches[at[slowest]], replicas[slowest], steps_of(at[slowest])
+    front, slopes = fronts[slowest]
     starting, pace = _beside_steps(plan, model), model.pace
     start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
@@ -214,13 +215,12 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     breakdown["host"][0] += start
     breakdown["front"] = front.seconds
     breakdown["tools"] = plan.idle_s
-    # Beside a front that overlaps with the engine, a second of the engine counts less: d sqrt(e^2 + f^2) / d e.
-    beside = in_engine[slowest] / np.maximum(in_engine[slowest] + _overlapping(front), LEAST_SECONDS)
-    gradient = steps.gradient(weights * beside)
-    gradient |= dict.fromkeys(model.paces, start + float((in_engine[slowest] * beside).sum()))
+    gradient = steps.gradient(weights * slopes)
+    gradient |= dict.fromkeys(model.paces, start + float((in_engine[slowest] * slopes).sum()))
     for name, partial in starting.partials.items():
         gradient[name] = gradient.get(name, 0.0) + float(partial[0]) * pace
-    gradient |= {name: float(partial.sum()) for name, partial in front.partials.items()}
+    for name, partial in front.partials.items():
+        gradient[name] = gradient.get(name, 0.0) + float(partial.sum())
     return Rollout(
         makespan_s=makespan,
         makespan_low_s=low,
@@ -258,7 +258,10 @@ def _of_turns(replicas: Sequence[Schedule], tool_share: float) -> dict[str, floa
 
 def _beside_steps(plan: Schedule, model: StepModel) -> Cost:
     """Seconds before the first step, and after the last, shape (1,)."""
-    beside = start_cost(plan.requests, plan.prompt_tokens, model.profile)
+    if model.inside == HTTP:  # its front checks a prompt while the engine works
+        beside = start_cost(0, 0, model.profile)
+    else:
+        beside = start_cost(plan.requests, plan.prompt_tokens, model.profile)
     if not model.limits.enable_return_routed_experts:
         return beside
     tokens = (plan.prompt_tokens + plan.total(plan.steps * plan.made)) / plan.requests
@@ -296,35 +299,38 @@ def _distinct(replicas: Sequence[Schedule]) -> tuple[list[StepBatch], list[int]]
 
 def _row_seconds(
     replicas: Sequence[Schedule], step_seconds: Sequence[Array], model: StepModel
-) -> tuple[list[Array], list[Cost]]:
+) -> tuple[list[Array], list[Front]]:
     """The seconds of each row with all its steps: in each replica's engine, and those that its front adds.
 
     step_seconds: of one step of each row, for each replica
     """
     in_engine = [seconds * plan.weights * model.pace for seconds, plan in zip(step_seconds, replicas, strict=True)]
     passing = len(replicas) if model.inside in ONE_FOR_ALL else 1  # replicas whose tokens pass the same front
+    if model.inside == OWN:
+        return in_engine, [Front(zero(engine), np.ones(engine.shape)) for engine in in_engine]
     fronts = [
-        front_cost(model.inside, engine, passing * plan.weights * plan.made, model.profile)
+        front_of(model.inside, _passing(plan, engine, passing), model.profile)
         for engine, plan in zip(in_engine, replicas, strict=True)
     ]
     return in_engine, fronts
 
 
-def _with_waits(replicas: Sequence[Schedule], in_engine: Sequence[Array], fronts: Sequence[Cost]) -> list[Array]:
+def _passing(plan: Schedule, engine: Array, replicas: int) -> Passing:
+    """The work of a front that serves so many replicas alike. engine: seconds of each row"""
+    prompts = plan.queried_tokens * (plan.weights / plan.steps)
+    return Passing(engine, replicas * plan.weights * plan.made, prompts, plan.requests)
+
+
+def _with_waits(replicas: Sequence[Schedule], in_engine: Sequence[Array], fronts: Sequence[Front]) -> list[Array]:
     """The seconds of each row of each replica, with those of its front, and those that the engine waits for tools."""
     parts = zip(replicas, in_engine, fronts, strict=True)
-    return [engine + front.seconds + plan.idle_s for plan, engine, front in parts]
-
-
-def _overlapping(front: Cost) -> Array:
-    """The seconds of each row that a front adds by working beside the engine."""
-    apart = [seconds for name, seconds in front.partials.items() if not name.endswith("thread_seconds")]
-    return front.seconds - sum(apart, np.zeros_like(front.seconds))
+    return [engine + front.cost.seconds + plan.idle_s for plan, engine, front in parts]
 
 
 def _front_error(front: Cost, profile: Profile) -> float:
     """The standard deviation of the log of a front's seconds."""
     shares = np.array([float(partial.sum()) for partial in front.partials.values()]) / float(front.seconds.sum())
+    shares = np.minimum(shares, 1.0)  # the engine's own work hides most of a front that is longer than what it adds
     return math.sqrt(shares @ profile.covariance(list(front.partials)) @ shares)
 
 

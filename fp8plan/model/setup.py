@@ -11,7 +11,7 @@ from typing import Any, Final
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention_backend import why_fixed_kv_scales
-from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.cost.front import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable, cudagraph_capture_sizes
@@ -62,7 +62,7 @@ class EngineSetup:
     gpu:       a Gpu or its name; "auto" asks the driver
     precision: a Precision or the name of a preset
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
-    inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
+    inside:    the program that calls the engine, one of fp8plan.model.cost.front.INSIDE
     engine_version: version of vLLM; None: the installed one, else that of the newest profile
     remedies:  those of engine and trainer. Layers kept in BF16 are without effect on BF16 weights
     """

@@ -18,6 +18,7 @@ class Starts(NamedTuple):
     engine:       its engine
     at_once:      its settings for the trajectories at once -> what they count, as in `settings_at_once`
     starts_all:   what happens where nothing bounds the trajectories at once; "": its settings or its caller do
+    over_http:    requests reach vLLM's own server over HTTP
     """
 
     whole_blocks: bool = False
@@ -27,6 +28,7 @@ class Starts(NamedTuple):
     engine: str = "vLLM"
     at_once: Mapping[str, str] = MappingProxyType({})
     starts_all: str = ""
+    over_http: bool = False
 
     def settings_at_once(self, number: int, samples: int, replicas: int) -> dict[str, int]:
         """Its settings for so many trajectories at once on all replicas; {} if it has none. samples: of each prompt"""
@@ -60,11 +62,11 @@ TARGETS: Final = {
     "vllm": Starts(),
     "verl": Starts(True, "verl", "fp8plan", starts_all=_WHOLE_BATCH),
     "trl": Starts(False, "TRL", "fp8plan", at_once=_ASYNC_TRL, starts_all=_TRL),
-    "vllm-serve": Starts(),
+    "vllm-serve": Starts(over_http=True),
     "verl-stock": Starts(True, "verl", starts_all=_WHOLE_BATCH),
     "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}, starts_all=_WHOLE_BATCH),
     "skyrl": Starts(False, "SkyRL", at_once=_SKYRL),
-    "prime-rl": Starts(False, "prime-rl", at_once=_PRIME_RL),
+    "prime-rl": Starts(False, "prime-rl", at_once=_PRIME_RL, over_http=True),
     "slime": Starts(True, "slime", engine="SGLang", at_once=_SLIME),
     "openrlhf": Starts(False, "OpenRLHF", lacks=_BF16_ALONE, starts_all=_WHOLE_BATCH),
 }

@@ -84,7 +84,7 @@ def rests_on(
 
     parts:   the components of the steps, and the seconds that each step takes for them, shape (steps,)
     start:   the result of `start_cost`: seconds of the host before the steps
-    front:   the result of `front_cost`, which was measured on other machines: imported
+    front:   the cost of `front_of`, which was measured on other machines: imported
     outside: the result of `excesses` for these steps
     """
     imported_share = float(model.profile.kind == "imported")  # of what is known: a profile is imported as a whole

@@ -3,8 +3,7 @@
 GPU, per layer: norms with the residual's addition, rotary embedding, activation, and gaps between kernels
 (`layer_cost`). GPU, per step: input preparation and sampling (`sampling_cost`). Host: scheduling, and launches outside
 of a CUDA graph (`host_cost`, `launch_cost`). With async scheduling the host prepares step t + 1 while the GPU runs step
-t (`fp8plan.model.cost.step`). Once per rollout the requests reach the engine (`start_cost`). A trainer's front end
-passes prompts and tokens on (`front_cost`).
+t (`fp8plan.model.cost.step`). Once per rollout the requests reach the engine (`start_cost`).
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import HOST_PACE, Profile
 
 GROUPS = "host.groups"
-
-# Programs that call the engine, and their fronts: Python between the trainer and the engine's process.
-# "server" is a vLLM server that TRL asks, and "-stock" the same program without fp8plan. verl-stock has the seconds of
-# verl's log (timing_s/gen).
-OWN = "own"  # a loop around `LLM.generate` or `RolloutEngine`, as profiles are measured: no front
-INSIDE = (OWN, "verl", "verl-stock", "trl", "trl-stock", "server", "server-stock")
-ONE_FOR_ALL = ("server", "server-stock")  # whose front is one for all replicas
 
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
@@ -208,36 +200,3 @@ def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
     tokens = np.array([prompt_tokens * profile.coefficient(token)])
     fixed_cost = constant(*profile.named(fixed), arrivals)
     return paced(fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens}), HOST_PACE, profile)
-
-
-def front_kernels(inside: str) -> set[str]:
-    """The kernels of a program's front, as prefixes of coefficients. inside: one of INSIDE"""
-    return set() if inside == OWN else {f"front.{inside}"}
-
-
-def front_cost(inside: str, engine: Array, tokens: Array, profile: Profile) -> Cost:
-    """Seconds that the front adds to each row of steps, of the shape of both arrays.
-
-    engine: seconds of the engine's steps
-    tokens: response tokens that they make
-
-    `token_seconds` are added. `thread_seconds` overlap with the engine: together they take the root of the sum of
-    squares. `start_seconds` come once, in the first row. docs/evidence/trainers.md has the measurements.
-    """
-    total = zero(tokens)
-    counts = {"token_seconds": tokens, "start_seconds": np.arange(tokens.size) == 0, "thread_seconds": tokens}
-    for part, count in counts.items():
-        coefficient = f"front.{inside}.{part}"
-        if coefficient not in profile.coefficients:
-            continue
-        cost = times(np.asarray(count, dtype=np.float64), *profile.named(coefficient))
-        if part == "thread_seconds":
-            both = p_norm(2, Cost(engine, {}), cost)
-            cost = Cost(both.seconds - engine, both.partials)
-        total = total + cost
-    return total
-
-
-def wait_seconds(inside: str, profile: Profile) -> float:
-    """Seconds of an RL step from a rollout's last token until the trainer goes on."""
-    return profile.coefficients.get(f"front.{inside}.wait_seconds", 0.0)

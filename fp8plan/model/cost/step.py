@@ -30,12 +30,11 @@ from fp8plan.model.cost.base import (
     zero,
 )
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
+from fp8plan.model.cost.front import OWN, front_kernels
 from fp8plan.model.cost.gemm import gemm_cost, overlapped, quantise_cost, shared_cost
 from fp8plan.model.cost.grounds import Excess, excesses, rests_on
 from fp8plan.model.cost.host import (
     GROUPS,
-    OWN,
-    front_kernels,
     host_cost,
     host_kernels,
     launch_cost,
@@ -76,7 +75,7 @@ class StepModel(Engine):
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
     drafts:       tokens that a draft head drafts for each request after a step: a layer like the last, and lm_head
     experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
-    inside:       the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
+    inside:       the program that calls the engine, one of fp8plan.model.cost.front.INSIDE
     engine_version: version of vLLM
     """
 
@@ -97,7 +96,9 @@ class StepModel(Engine):
             rare.add(SCHEDULE)
         if self.cache_groups > 1:
             rare.add(GROUPS)
-        rare |= set(host_kernels(self.shape)) | front_kernels(self.inside)
+        rare |= set(host_kernels(self.shape))
+        if self.inside != OWN:
+            rare |= front_kernels(self.inside)
         if self.limits.enable_return_routed_experts:
             rare |= {ON_GPU, ON_HOST}
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.emit.job import Job
 from fp8plan.model.emit.trainers import GRIDS, two_grids
 from fp8plan.model.risk.remedies import BLOCK, POW2
@@ -16,8 +17,8 @@ FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns
 
 
 def rollout_notes(job: Job) -> list[str]:
-    """Notes that stand below every target's settings: trajectories at once, mismatch, and grids of numbers."""
-    return [*_at_once_notes(job), *_mismatch_notes(job), *_grid_notes(job)]
+    """Notes that stand below every target's settings: trajectories at once, front end, mismatch, grids of numbers."""
+    return [*_at_once_notes(job), *_front_notes(job), *_mismatch_notes(job), *_grid_notes(job)]
 
 
 def _at_once_notes(job: Job) -> list[str]:
@@ -36,6 +37,13 @@ def _at_once_notes(job: Job) -> list[str]:
         elsewhere = (f"{TARGETS[other].sender}'s {typed}" for other, typed in words.items())
         notes.append(f"elsewhere they are {', '.join(elsewhere)}")
     return notes
+
+
+def _front_notes(job: Job) -> list[str]:
+    """A note if requests come over HTTP, and the plan's times leave the server's front end out; else []."""
+    if not TARGETS[job.target].over_http or job.setup.inside != OWN:
+        return []
+    return ["requests over HTTP may take longer; plan again with --inside server-http, which has the front end"]
 
 
 def _grid_notes(job: Job) -> list[str]:

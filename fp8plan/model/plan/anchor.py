@@ -130,10 +130,10 @@ class Anchor:
         before, now = (_half(_variance(profile, slopes, cut)) for profile in (alone, corrected))
         changes = f"They change the time of {picked.precision} by {_changes(self.shifts, slopes)}."
         for name in sorted(self.shifts.keys() & slopes.keys()):
-            if name.startswith("front.") and not name.endswith(".start_seconds"):
+            if name.startswith("front.") and name.endswith((".token_seconds", ".thread_seconds")):
                 token_us = 1e6 * corrected.coefficient(name)
                 usual_us = token_us * math.exp(-self.shifts[name])
-                changes += f" The trainer's front end takes {token_us:.0f} us a token, not {usual_us:.0f}."
+                changes += f" The front end takes {token_us:.0f} us a token, not {usual_us:.0f}."
         sentences = [self._fit(), f"{changes} Its interval was +-{before:.0%} of the time, and is +-{now:.0%}."]
         fp8 = [name for name in runs if name != "bf16"]
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
-from fp8plan.model.cost.host import wait_seconds
+from fp8plan.model.cost.front import wait_seconds
 from fp8plan.model.cost.routes import RouteBytes, route_bytes
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu

@@ -43,7 +43,7 @@ COMPONENTS = {
     "collective": "all-reduce",
     "routes": "copying the chosen experts",
     "host": "waiting for the host",
-    "front": "the trainer's front end",
+    "front": "the front end",
     "tools": "waiting for tools",
 }
 
@@ -92,7 +92,7 @@ def where_from(answer: Answer) -> list[str]:
         )
     sentences.append(f"The time goes to {_largest(rollout.parts)}.")
     if "front" in rollout.parts:
-        sentences.append(f"The trainer's front end (--inside) takes {rollout.parts['front']:.1%} of it.")
+        sentences.append(f"The front end (--inside) takes {rollout.parts['front']:.1%} of it.")
     if rollout.tail_fraction > TAIL_SHARE:
         sentences.append(
             f"{rollout.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "

@@ -14,7 +14,7 @@ import msgspec
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.host import OWN
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import OF_RISK, OF_ROLLOUT, Choice, plain_fields, seconds, several_layouts

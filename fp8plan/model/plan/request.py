@@ -16,7 +16,7 @@ from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.attention_backend import Backend, named_backend, why_fixed_kv_scales
-from fp8plan.model.cost.host import OWN
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import LIMIT_OPTIONS, EngineLimits
 from fp8plan.model.precision import FP8_KV, PRESETS
@@ -61,7 +61,7 @@ class PlanRequest:
                     models with expert parallelism too; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU
     limits:         limits of each engine. One that is not set takes vLLM's default for this GPU and model
-    inside:         the program that calls the engines, one of fp8plan.model.cost.host.INSIDE. None: the target's. For
+    inside:         the program that calls the engines, one of fp8plan.model.cost.front.INSIDE. None: the target's. For
                     the target trl that is "server" if an engine may have several GPUs, else "trl"
     engine_version: version of vLLM; None: that of `version.default_version`
     host_loop_s:    speed of the engine's host, in seconds as in RolloutRecord; `fp8plan doctor --host` measures it.
@@ -130,7 +130,7 @@ class PlanRequest:
         Option(
             ENGINE,
             "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, trl-stock, "
-            "server-stock",
+            "server-stock, server-http (vllm serve)",
             "that of --emit, else own",
             metavar="NAME",
         ),

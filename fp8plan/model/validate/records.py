@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, Fp8PlanError, some
 from fp8plan.jsonl import TORN, lines, torn_note
-from fp8plan.model.cost.host import OWN
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.distributions import MOST_SECONDS, MOST_TOKENS, Distribution, Trace
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.cost.front import HTTP, INSIDE, OWN, Passing, front_kernels, front_of
 from fp8plan.model.distributions import Fixed
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.profile.library import datasheet_profile, load_profile
+from fp8plan.model.profile.library import datasheet_profile, load_profile, with_kernels
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, simulate
@@ -71,18 +71,87 @@ def test_a_front_beside_the_engine_adds_less_the_slower_the_engine_is(model: str
     assert within == pytest.approx(both, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["front.verl.thread_seconds", "front.server.token_seconds", "gpu.pace", "host.pace"])
-def test_the_derivatives_are_those_of_the_makespan(name: str) -> None:
-    inside = "server" if "server" in name else "verl"
-    within = ran(inside)
-    value = H200.coefficients.get(name) or SHEET.coefficient(name)
-    moved = replace(
-        H200,
-        coefficients=H200.coefficients | {name: value * 1.001},
-        log_covariance=H200.log_covariance | {name: {name: 0.0}},
-    )
+@pytest.mark.parametrize(
+    ("inside", "name"),
+    [
+        ("verl", "front.verl.thread_seconds"),
+        ("verl", "gpu.pace"),
+        ("verl", "host.pace"),
+        ("server", "front.server.token_seconds"),
+        ("server-http", "front.server-http.thread_seconds"),
+        ("server-http", "front.server-http.request_seconds"),
+        ("server-http", "gpu.pace"),
+        ("server-http", "host.pace"),
+    ],
+)
+def test_the_derivatives_are_those_of_the_makespan(inside: str, name: str) -> None:
+    known = with_kernels(H200, find_gpu("h200"), front_kernels(inside))
+    within = ran(inside, known)
+    moved = replace(known, coefficients=known.coefficients | {name: known.coefficient(name) * 1.001})
     slope = np.log(ran(inside, moved).makespan_s / within.makespan_s) / np.log(1.001)
     assert within.log_gradient[name] == pytest.approx(slope, rel=0.02)
+
+
+def over_http(engine: list[float], prompts: list[float], tokens: list[float]) -> tuple[list[float], list[float]]:
+    """Seconds that a server adds to rows which serve two requests in all, and their slopes.
+
+    A request takes 1 s, a prompt token 0.1 s, and a response token 1 s.
+    """
+    facts = {"request_seconds": 1.0, "prompt_token_seconds": 0.1, "thread_seconds": 1.0}
+    known = {f"front.server-http.{name}": value for name, value in facts.items()} | {"host.pace": 1.0}
+    work = Passing(np.array(engine), np.array(tokens), np.array(prompts), 2)
+    front = front_of(HTTP, work, replace(SHEET, coefficients=SHEET.coefficients | known))
+    return front.cost.seconds.tolist(), front.slopes.tolist()
+
+
+def test_a_row_waits_until_its_requests_have_passed_the_server() -> None:
+    """Each request has 10 prompt tokens, so the server passes one every 2 s."""
+    assert over_http([0.5, 0.5, 9.0], [10, 10, 0], [0, 0, 0]) == ([2.0, 1.5, 0.0], [0.0, 1.0, 1.0])
+    assert over_http([0.5, 5.0, 9.0], [10, 0, 10], [0, 0, 0]) == ([2.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+
+
+def test_tokens_that_a_server_has_still_to_pass_come_after_the_last_step() -> None:
+    assert over_http([3.0, 4.0], [20, 0], [0, 3]) == ([4.0, 0.0], [1.0, 1.0])  # both requests took 4 s
+    assert over_http([3.0, 4.0], [20, 0], [0, 6]) == ([4.0, 2.0], [1.0, 0.0])
+    assert over_http([3.0, 4.0], [20, 0], [6, 6]) == ([4.0, 5.0], [0.0, 0.0])  # it worked all the time: 4 + 12 s
+
+
+def test_short_requests_take_longer_over_http_and_long_ones_less_so() -> None:
+    setup = EngineSetup("Qwen/Qwen3-8B", "h200", "bf16", EngineLimits(max_num_seqs=256))
+    slower = []
+    for prompt, answer in ((64, 16), (256, 128), (2048, 1024)):
+        batch = Workload(512, 1, Fixed(prompt), Fixed(answer)).batch()
+        own, server = (
+            simulate(replace(setup, inside=inside).holding(8192), batch, H200).rollout.makespan_s
+            for inside in (OWN, HTTP)
+        )
+        slower.append(server / own)
+    assert slower == sorted(slower, reverse=True)
+    assert slower[0] > 1.2
+    assert slower[-1] == pytest.approx(1, abs=0.02)
+
+
+def test_each_replica_of_a_server_has_its_own_front() -> None:
+    """vLLM starts as many front ends as replicas."""
+    one, two = ran("server-http"), ran("server-http", data_parallel_size=2)
+    in_front = [run.parts["front"] * run.makespan_s for run in (one, two)]
+    assert in_front[1] < 0.8 * in_front[0]
+
+
+def test_a_server_on_a_slower_host_takes_longer() -> None:
+    slow, fast = (ran("server-http", H200.on_host(loop_s)) for loop_s in (6e-4, 2e-4))
+    in_front = [run.parts["front"] * run.makespan_s for run in (slow, fast)]
+    assert in_front[0] > 2 * in_front[1]
+
+
+def test_a_server_passes_a_large_sample_as_it_passes_all() -> None:
+    setup = EngineSetup(MODEL, "h200", "bf16", EngineLimits(), "server-http").holding(128)
+    seconds = []
+    for requests in (15_000, 60_000):
+        run = simulate(setup, Workload(requests, 1, Fixed(32), Fixed(32)).batch(), H200).rollout
+        assert (run.simulated < 1) == (requests > 20_000)
+        seconds.append(run.makespan_s / requests)
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 
 def test_the_fronts_error_widens_the_interval() -> None:
@@ -142,5 +211,5 @@ def test_a_step_whose_time_is_mostly_front_teaches_less_about_the_gpu() -> None:
 def test_the_sentences_say_what_the_front_takes() -> None:
     observed = [record("verl", 1.4 * ran("verl").makespan_s)]
     reasons = plan(MODEL, "h200", WORK, inside="verl", precisions=["bf16"], observed=observed).reasons
-    assert any("The trainer's front end (--inside) takes" in sentence for sentence in reasons)
+    assert any("The front end (--inside) takes" in sentence for sentence in reasons)
     assert any("front end takes" in sentence and "us a token, not 20" in sentence for sentence in reasons)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.base import StepBatch
+from fp8plan.model.cost.base import StepBatch, zero
 from fp8plan.model.cost.grounds import GROUNDS, UNSEEN
-from fp8plan.model.cost.host import front_cost, start_cost
+from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -46,7 +46,7 @@ def grounds(
     weights = np.arange(1.0, 1 + batch.decode_requests.size)
     steps = model.timed(batch)
     seconds = {name: part * weights for name, part in steps.breakdown().items()}
-    return steps.rests_on(batch, seconds, start_cost(8, 8000, profile), front_cost("own", weights, weights, profile))
+    return steps.rests_on(batch, seconds, start_cost(8, 8000, profile), zero(weights))
 
 
 @settings(deadline=None, max_examples=25)

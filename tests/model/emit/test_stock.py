@@ -403,6 +403,15 @@ def test_linears_in_bf16_are_refused_where_no_word_keeps_them(target: str) -> No
     assert layout("bf16", remedies=Remedies(keep_bf16=(1, 1))).emit(target)
 
 
+@pytest.mark.parametrize("target", ["vllm-serve", "prime-rl", "vllm", "verl-stock", "skyrl"])
+def test_settings_of_a_server_say_that_the_plan_leaves_its_front_end_out(target: str) -> None:
+    said = [
+        "plan again with --inside server-http" in layout("bf16", inside=inside).emit(target)
+        for inside in ("own", "server-http")
+    ]
+    assert said == [target in ("vllm-serve", "prime-rl"), False]
+
+
 def test_a_trainer_that_keeps_c_gets_the_end_of_the_law() -> None:
     """fp8plan's own trainers begin at the plan's C, and tighten it."""
     plan = layout("bf16", thresholds={"token_tis": 4.0})

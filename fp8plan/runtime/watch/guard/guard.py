@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError, Fp8PlanError, warn
-from fp8plan.model.cost.host import front_kernels
+from fp8plan.model.cost.front import front_kernels
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored, corrected
 from fp8plan.model.precision import find_precision
@@ -62,7 +62,8 @@ from fp8plan.runtime.watch.guard.observation import (
 from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 FIRST: Final = 3  # rollouts of the run that correct the profile: one odd one does not move their median
-PER_TOKEN: Final = r"front\..*\.(token|thread)_seconds"  # a front's coefficients that follow its machine
+# A front's coefficients that follow its machine. Those of server-http follow the host's pace.
+PER_TOKEN: Final = r"front\.(?!server-http).*\.(token|thread)_seconds"
 
 
 @dataclass(frozen=True, slots=True)

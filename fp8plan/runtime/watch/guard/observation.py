@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from fp8plan.checks import Range, in_range, is_number
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.cost.host import OWN
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.precision import PRESETS, Precision, find_precision

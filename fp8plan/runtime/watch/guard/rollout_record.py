@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.host import OWN
+from fp8plan.model.cost.front import OWN
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.runtime.watch.guard.observation import COUNTS, EngineFacts, Observation
