@@ -32,6 +32,7 @@ import reports  # noqa: E402
 import routed_experts  # noqa: E402
 import server_http  # noqa: E402
 import speed  # noqa: E402
+import turns  # noqa: E402
 import uncalibrated  # noqa: E402
 from learning.tables import tables as learning  # noqa: E402
 from learning.verdict import tables as verdict  # noqa: E402
@@ -235,7 +236,7 @@ def others() -> dict[str, str]:
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    made["returned experts"] = routed_experts.table()
+    made |= {"returned experts": routed_experts.table(), "turns": turns.judged()[0]}
     made |= {"peers": peers.committed(), "fault drill": fault_drill.committed()}
     return made | reports.tables() | learning() | verdict() | weight_sync.tables() | slow_links.tables()
 

@@ -13,7 +13,6 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -73,31 +72,33 @@ def predictions() -> Iterator[dict[str, Any]]:
 def compared(rollouts: str) -> Iterator[dict[str, str]]:
     """A row for each precision and workload: the makespan with returned experts over that without, in percent more.
 
-    A measured one is the ratio of the medians of the repeats. A predicted one is for the median of the hosts' loops.
+    Ratios are of medians over the repeats. Each repeat is predicted for its own host's loop.
     """
     cells = defaultdict[tuple[str, str], list[Any]](list)
     for record in read_records(rollouts):
         cells[record.fields["workload"], record.fields["precision"]].append(record)
     for (workload, precision), records in cells.items():
-        seconds = {
-            returned: [x.seconds for x in records if x.limits.enable_return_routed_experts is returned]
-            for returned in (False, True)
-        }
-        if not all(seconds.values()):
+        without, returned = (
+            [x for x in records if x.limits.enable_return_routed_experts is each] for each in (False, True)
+        )
+        if not without or not returned:
             continue
-        loop_s = median(x.fields["host_loop_s"] for x in records)
-        setup, batch = records[0].setup, records[0].batch
-        both = [replace(setup, limits=replace(setup.limits, enable_return_routed_experts=x)) for x in (False, True)]
-        before, after = (run(each, batch, loop_s).makespan_s for each in both)
-        measured, predicted = median(seconds[True]) / median(seconds[False]), after / before
+        loops = " and ".join(
+            f"{1e6 * median(x.fields['host_loop_s'] for x in part):.0f}" for part in (without, returned)
+        )
+        before, after = (median(x.seconds for x in part) for part in (without, returned))
+        before_s, after_s = (
+            median(run(x.setup, x.batch, x.fields["host_loop_s"]).makespan_s for x in part)
+            for part in (without, returned)
+        )
         yield {
             "workload": workload,
             "precision": precision,
-            "host loop, us": f"{loop_s * 1e6:.0f}",
-            "without, s": f"{median(seconds[False]):.2f} (predicted {before:.2f})",
-            "with, s": f"{median(seconds[True]):.2f} (predicted {after:.2f})",
-            "more": f"{measured - 1:.1%} (predicted {predicted - 1:.1%})",
-            "error, points": f"{100 * (predicted - measured):+.1f}",
+            "host loop without and with, us": loops,
+            "without, s": f"{before:.2f} (predicted {before_s:.2f})",
+            "with, s": f"{after:.2f} (predicted {after_s:.2f})",
+            "more": f"{after / before - 1:.1%} (predicted {after_s / before_s - 1:.1%})",
+            "error, points": f"{100 * (after_s / before_s - after / before):+.1f}",
         }
 
 

@@ -9,19 +9,19 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 
 INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
-PARQUET: Final = "'fp8plan[parquet]'"
+PARQUET: Final = "pip install 'fp8plan[parquet]'"
 
 
 def package(name: str, needed_for: str, install: str) -> Any:
     """Import a module. Raises ConfigError if it is not installed.
 
-    needed_for: the start of the error; install: the words behind `pip install`
+    needed_for: the start of the error; install: the command to type
     """
     try:
         return import_module(name)
     except ImportError as error:
         missing = (error.name or name).partition(".")[0]
-        raise ConfigError(f"{needed_for} needs {missing}; type: pip install {install}") from None
+        raise ConfigError(f"{needed_for} needs {missing}; type: {install}") from None
 
 
 def check_torch(what: str) -> None:

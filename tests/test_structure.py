@@ -20,9 +20,9 @@ ROOT = Path(fp8plan.__file__).parent
 MOST_LINES = 450  # of a module
 SPARE = 0.02  # of a budget, beside the rounding to hundreds, may be left over before it is lowered
 MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of the files that it enters
-    "plan": {"hops": 165, "lines": 14_460},
-    "tensor": {"hops": 28, "lines": 4863},
-    "log-prob": {"hops": 22, "lines": 3984},
+    "plan": {"hops": 166, "lines": 14_420},
+    "tensor": {"hops": 28, "lines": 4815},
+    "log-prob": {"hops": 22, "lines": 3975},
 }
 
 # What may import what: a part imports its own and what stands above it.

@@ -239,6 +239,7 @@ def tables() -> dict[str, str]:
         "learnt qk-norm on H100s": learnt("qk-norm", H100),
         "learnt smollm2": learnt("smollm2", H200, H100),
         "learnt gemma": learnt("gemma", H200),
+        "learnt moe": learnt("moe", H200),
         "learnt moe on H100s": learnt("moe", H100),
     }
 

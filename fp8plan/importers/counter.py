@@ -28,7 +28,7 @@ def load_tokenizer(name: str) -> Any:
 
     name: a hub id, or a folder with the tokenizer's files
     """
-    transformers = package("transformers", "counting the tokens of text", "transformers")
+    transformers = package("transformers", "counting the tokens of text", "pip install transformers")
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # from the hub, the file system, or the tokenizer's own format

@@ -71,7 +71,7 @@ def _kinds() -> str:
 
 
 def _tensorboard(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
-    events = package(EVENT_FILES, f"reading {path}", "'fp8plan[monitor]'")
+    events = package(EVENT_FILES, f"reading {path}", "pip install 'fp8plan[monitor]'")
     log = events.EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: all of them
     log.Reload()
     for name in log.Tags()["scalars"]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.trl.request import planned
+from fp8plan.packages import INSTALL
 
 if TYPE_CHECKING:
     from fp8plan.integrations.trl.mixin import Planned
@@ -36,8 +37,8 @@ if not TYPE_CHECKING:  # a plan alone needs neither vLLM nor TRL's trainers
                 ) from error
             if package in OF_VLLM:
                 raise ConfigError(
-                    f"{name} needs vLLM, which is not installed ({error}); type: pip install 'fp8plan[vllm]' (on a "
-                    "CPU: 'fp8plan[cpu]'). For the table alone, call fp8plan.integrations.trl.planned"
+                    f"{name} needs vLLM, which is not installed ({error}); type: {INSTALL}. For the table alone, call "
+                    "fp8plan.integrations.trl.planned"
                 ) from error
             raise
         return getattr(module, name)

@@ -133,7 +133,7 @@ def test_vllm_returns_the_experts_of_a_plan_with_router_replay(tiny_moe: str) ->
         returned = args.aux_output_config if at_least(VLLM, (0, 31)) else args
         assert returned.enable_return_routed_experts is replay
         assert args.enable_prefix_caching is True
-        words = plan.emit("vllm-serve").split()
+        words = shlex.split(plan.emit("vllm-serve"), comments=True)
         assert ("--enable-return-routed-experts" in words) == replay
         served = serve_parser().parse_args(words[words.index("serve") + 2 :])
         assert bool(served.enable_return_routed_experts) == replay

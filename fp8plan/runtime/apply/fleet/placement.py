@@ -14,7 +14,7 @@ from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 def ray() -> Any:
     """Return the ray package. Raises ConfigError if it is not installed."""
-    return package("ray", "a fleet", "'fp8plan[ray]'")
+    return package("ray", "a fleet", "pip install 'fp8plan[ray]'")
 
 
 def bundle(gpus: int, cpus: float) -> dict[str, float]:

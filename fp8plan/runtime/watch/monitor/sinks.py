@@ -229,7 +229,7 @@ class TensorBoard(Sink):
         return f"TensorBoard files in {self.folder}"
 
     def open(self) -> None:
-        tensorboard = package("torch.utils.tensorboard", "the TensorBoard sink", "tensorboard")
+        tensorboard = package("torch.utils.tensorboard", "the TensorBoard sink", "pip install tensorboard")
         try:
             self._writer = tensorboard.SummaryWriter(str(self.folder))
         except OSError as error:
@@ -277,7 +277,7 @@ class Prometheus(Sink):
         return f"Prometheus endpoint {self.address}:{self.port}"
 
     def open(self) -> None:
-        client = package("prometheus_client", "the Prometheus sink", "prometheus_client")
+        client = package("prometheus_client", "the Prometheus sink", "pip install prometheus_client")
         registry = client.CollectorRegistry()  # its own: the default one has vLLM's metrics
         registry.register(self)
         try:

@@ -28,7 +28,7 @@ class Tracker(Sink):
         return f"{self.package} project {self.project}"
 
     def open(self) -> None:
-        library = package(self.package, f"the {self.package} sink", f"'fp8plan[{self.package}]'")
+        library = package(self.package, f"the {self.package} sink", f"pip install 'fp8plan[{self.package}]'")
         try:
             self._run = library.init(project=self.project, **{**self.defaults, **self.settings})
         except Exception as error:  # each tracker has types of its own
