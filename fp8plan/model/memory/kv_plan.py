@@ -166,7 +166,10 @@ class KvPlan:
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The scheduler's view of each group: tokens per block, without bytes."""
-        return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
+        return tuple(
+            Spec(group.kind, group.block_size, group.window, checkpoints=group.specs[0].checkpoints)
+            for group in self.groups
+        )
 
     @property
     def keeps_states(self) -> bool:

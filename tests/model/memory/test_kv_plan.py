@@ -123,7 +123,9 @@ def test_a_state_has_a_third_block_for_the_end_of_a_prompt() -> None:
     ]
     for version, states in (("0.26", 2), ("0.31", 2), ("0.32", 3), ("0.33", 3)):
         rules = KvRules(32768, 8192, vllm=version)
-        assert plan_kv_cache(caches, rules).within(10 << 30).request_blocks == 6 * states + 32
+        pool = plan_kv_cache(caches, rules).within(10 << 30)
+        assert pool.request_blocks == 6 * states + 32
+        assert sum(2 + spec.checkpoints for spec in pool.specs if spec.kind == "state") == 6 * states  # in the schedule
         alone = replace(rules, enable_prefix_caching=False)
         assert plan_kv_cache(caches, alone).within(10 << 30).request_blocks == 6 + 32
 
