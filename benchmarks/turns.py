@@ -181,9 +181,9 @@ def split_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(["cell", "speed-up", "FP8 weights", "faster KV reads", "kept prefixes"], cells)
 
 
-def full_steps(rollouts: Path) -> str:
+def full_steps(rollouts: Path, trace: Path) -> str:
     """Seconds of the first steps of long waits, each with as much prefill as fits: measured and predicted."""
-    with gzip.open(rollouts.with_suffix(".trace.jsonl.gz"), "rt", encoding="utf-8") as file:
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
         ends = {row["key"]: row["core_s"] for row in map(json.loads, file)}
     cells = []
     for record in read_records(rollouts):
@@ -237,12 +237,16 @@ def misses(rows: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) 
 
 
 def judged(rollouts: Path = ROLLOUTS) -> tuple[str, list[str]]:
-    """The tables of records in Markdown, and the sentences of `misses`."""
+    """The tables of records in Markdown, with full steps where a trace lies beside them, and the sentences of `misses`."""
     predicted = jsonl.rows(PREDICTIONS)
     rows = list(compared(jsonl.rows(rollouts), predicted))
     inside = sum(row["low_s"] <= row["record"]["seconds"] <= row["high_s"] for row in rows)
     held = f"{inside} of {len(rows)} makespans are inside their 90% intervals."
-    return "\n\n".join((table(rows), held, split_table(rows), full_steps(rollouts))), misses(rows, predicted)
+    tables = [table(rows), held, split_table(rows)]
+    trace = rollouts.with_suffix(".trace.jsonl.gz")
+    if trace.exists():
+        tables.append(full_steps(rollouts, trace))
+    return "\n\n".join(tables), misses(rows, predicted)
 
 
 def main() -> int:
