@@ -237,7 +237,7 @@ def misses(rows: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) 
 
 
 def judged(rollouts: Path = ROLLOUTS) -> tuple[str, list[str]]:
-    """The tables of records in Markdown, with full steps where a trace lies beside them, and the sentences of `misses`."""
+    """The tables of records in Markdown, and the sentences of `misses`. A trace beside the records has a table, too."""
     predicted = jsonl.rows(PREDICTIONS)
     rows = list(compared(jsonl.rows(rollouts), predicted))
     inside = sum(row["low_s"] <= row["record"]["seconds"] <= row["high_s"] for row in rows)
