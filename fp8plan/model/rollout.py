@@ -316,7 +316,7 @@ def _row_seconds(
 
 
 def _passing(plan: Schedule, engine: Array, replicas: int) -> Passing:
-    """The work of a front that serves so many replicas alike. engine: seconds of each row"""
+    """The work that passes a replica's front. engine: seconds of each row; replicas: those that share the front"""
     prompts = plan.queried_tokens * (plan.weights / plan.steps)
     return Passing(engine, replicas * plan.weights * plan.made, prompts, plan.requests)
 

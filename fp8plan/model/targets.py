@@ -1,4 +1,4 @@
-"""The programs that settings are written for, and what their engines can and need."""
+"""Targets: the programs that settings are written for, and how each of them starts and bounds its engines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Starts(NamedTuple):
 
     whole_blocks: it loads FP8 weights as a checkpoint in whole blocks
     sender:       the trainer that sends new weights, all in BF16; None: fp8plan does, or nobody
-    measures:     who measures the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
+    measures:     measurer of the scales of an FP8 cache after each sync: "fp8plan" or the "trainer"; "": nobody
     lacks:        precision that it cannot have -> the reason
     engine:       its engine
-    at_once:      its settings for the trajectories at once -> what they count, as in `settings_at_once`
-    starts_all:   what happens where nothing bounds the trajectories at once; "": its settings or its caller do
-    over_http:    requests reach vLLM's own server over HTTP
+    at_once:      its settings for the trajectories at once -> their unit, as in `settings_at_once`
+    starts_all:   note, if it starts all trajectories of a batch; "": its settings or its caller bound them
+    over_http:    its requests reach vLLM's own server over HTTP
     """
 
     whole_blocks: bool = False
@@ -31,25 +31,31 @@ class Starts(NamedTuple):
     over_http: bool = False
 
     def settings_at_once(self, number: int, samples: int, replicas: int) -> dict[str, int]:
-        """Its settings for so many trajectories at once on all replicas; {} if it has none. samples: of each prompt"""
-        counted = {
+        """Its settings for a number of trajectories at once; {} if it has none.
+
+        number:  trajectories on all replicas
+        samples: of each prompt
+        """
+        counts = {
             "trajectories": number,
             "prompts": max(1, number // samples),
             "trajectories of a replica": ceil(number / replicas),
         }
-        return {setting: counted[unit] for setting, unit in self.at_once.items()}
+        return {setting: counts[unit] for setting, unit in self.at_once.items()}
 
 
 _NO_FP8: Final = "OpenRLHF hands vLLM no quantisation and no dtype of the cache; allowed: bf16"
 _BF16_ALONE: Final = dict.fromkeys(("fp8_block", "fp8_kv", "fp8_block+fp8_kv"), _NO_FP8)
 _FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed: bf16, fp8_block, fp8_block+fp8_kv"
 
-# Trajectories at once. verl 0.9.1: AgentLoopConfig of workers/config/rollout.py has no setting for them. TRL 1.16:
-# async_grpo_config.py of experimental/async_grpo has one; the tool loop of trl/trainer/grpo_trainer.py has none. NeMo
-# RL: nemo_rl/experience/rollouts.py. SkyRL 0.3.0: FullyAsyncConfig of skyrl/train/config/config.py; a worker holds the
-# samples of one prompt. prime-rl: ConcurrencyConfig of prime_rl/configs/orchestrator.py. slime: a semaphore of
-# slime/rollout/sglang_rollout.py holds as many whole trajectories as this, times its engines. OpenRLHF 0.11.2:
-# openrlhf/trainer/ppo_utils/samples_generator.py hands all prompts of a batch to its engines.
+# Sources of the settings for trajectories at once, or of their absence:
+# verl 0.9.1: AgentLoopConfig of workers/config/rollout.py has none.
+# TRL 1.16: the tool loop of trl/trainer/grpo_trainer.py has none; experimental/async_grpo/async_grpo_config.py has one.
+# NeMo RL: nemo_rl/experience/rollouts.py has none.
+# SkyRL 0.3.0: FullyAsyncConfig of skyrl/train/config/config.py; a worker holds the samples of one prompt.
+# prime-rl: ConcurrencyConfig of prime_rl/configs/orchestrator.py.
+# slime: a semaphore of slime/rollout/sglang_rollout.py holds as many whole trajectories as this, times its engines.
+# OpenRLHF 0.11.2: openrlhf/trainer/ppo_utils/samples_generator.py hands all prompts of a batch to its engines.
 _WHOLE_BATCH: Final = "it has no setting for it, and starts the whole batch"
 _TRL: Final = "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together"
 _ASYNC_TRL: Final = {"experimental.async_grpo: max_inflight_tasks": "trajectories"}
@@ -57,22 +63,31 @@ _SKYRL: Final = {"trainer.fully_async.num_parallel_generation_workers": "prompts
 _PRIME_RL: Final = {f"orchestrator.concurrency.{end}_inflight": "trajectories" for end in ("max", "min")}
 _SLIME: Final = {"--sglang-server-concurrency": "trajectories of a replica"}
 
-# Targets of settings. Behind vLLM's, verl's and TRL's with fp8plan stand programs without it.
+# The first three run with fp8plan, the others without it.
 TARGETS: Final = {
     "vllm": Starts(),
-    "verl": Starts(True, "verl", "fp8plan", starts_all=_WHOLE_BATCH),
-    "trl": Starts(False, "TRL", "fp8plan", at_once=_ASYNC_TRL, starts_all=_TRL),
+    "verl": Starts(whole_blocks=True, sender="verl", measures="fp8plan", starts_all=_WHOLE_BATCH),
+    "trl": Starts(sender="TRL", measures="fp8plan", at_once=_ASYNC_TRL, starts_all=_TRL),
     "vllm-serve": Starts(over_http=True),
-    "verl-stock": Starts(True, "verl", starts_all=_WHOLE_BATCH),
-    "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}, starts_all=_WHOLE_BATCH),
-    "skyrl": Starts(False, "SkyRL", at_once=_SKYRL),
-    "prime-rl": Starts(False, "prime-rl", at_once=_PRIME_RL, over_http=True),
-    "slime": Starts(True, "slime", engine="SGLang", at_once=_SLIME),
-    "openrlhf": Starts(False, "OpenRLHF", lacks=_BF16_ALONE, starts_all=_WHOLE_BATCH),
+    "verl-stock": Starts(whole_blocks=True, sender="verl", starts_all=_WHOLE_BATCH),
+    "nemo-rl": Starts(
+        whole_blocks=True, sender="NeMo RL", measures="trainer", lacks={"fp8_kv": _FP8_CACHE}, starts_all=_WHOLE_BATCH
+    ),
+    "skyrl": Starts(sender="SkyRL", at_once=_SKYRL),
+    "prime-rl": Starts(sender="prime-rl", at_once=_PRIME_RL, over_http=True),
+    "slime": Starts(whole_blocks=True, sender="slime", engine="SGLang", at_once=_SLIME),
+    "openrlhf": Starts(sender="OpenRLHF", lacks=_BF16_ALONE, starts_all=_WHOLE_BATCH),
 }
 
 
 def words_at_once(number: int, samples: int, replicas: int) -> dict[str, str]:
-    """Target -> its words for so many trajectories at once; a target without any is left out."""
-    settings = {target: starts.settings_at_once(number, samples, replicas) for target, starts in TARGETS.items()}
-    return {target: " and ".join(f"{x}={value}" for x, value in own.items()) for target, own in settings.items() if own}
+    """Target -> its words for a number of trajectories at once; a target without any is left out.
+
+    number, samples, replicas: as in `settings_at_once`
+    """
+    words = {}
+    for target, starts in TARGETS.items():
+        settings = starts.settings_at_once(number, samples, replicas)
+        if settings:
+            words[target] = " and ".join(f"{setting}={value}" for setting, value in settings.items())
+    return words

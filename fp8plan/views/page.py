@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.packages import REPORT, package
 from fp8plan.views.run_plots import RED
 
 DPI: Final = 130  # of a .png
@@ -34,17 +35,15 @@ def write_plot(target: Path, picture: Callable[[], Any], page: Callable[[], str]
     picture: makes a figure of matplotlib
 
     Raises OSError for a file that cannot be written: an error should not name a draft. Raises ConfigError for another
-    suffix, and for a plotting package that is not installed.
+    suffix, and without matplotlib.
     """
     check_suffix(target)
-    try:
-        if target.suffix == ".png":
-            picture().savefig(target, dpi=DPI)
-        else:
-            text = page()
-            target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
-    except ImportError as error:
-        raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
+    package("matplotlib", "plotting", REPORT)
+    if target.suffix == ".png":
+        picture().savefig(target, dpi=DPI)
+    else:
+        text = page()
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
 
 
 def as_svg(figure: Any) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
+from fp8plan.packages import REPORT, package
 from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.views import run_columns
 from fp8plan.views.axes import MOST, SPANS
@@ -32,12 +33,10 @@ def write_report(source: Path, target: Path) -> None:
         raise ConfigError(
             f"{source} has no record of a Monitor; for a page of a plan type: fp8plan plan ... --plot FILE.html"
         )
+    package("plotly", "the report", REPORT)
     try:
         text = page(reader)
         target.write_text(text, encoding="utf-8", errors="backslashreplace")  # the names of files may be no text
-    except ImportError as error:
-        package = str(error.name).partition(".")[0]
-        raise ConfigError(f"the report needs {package}; type: pip install 'fp8plan[report]'") from None
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; give a file that can be written") from None
 

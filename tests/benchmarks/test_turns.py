@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.turns import (
     FP8,
     HOST_LOOPS_S,
     PREDICTIONS,
+    ROLLOUTS,
     cell_of,
     compared,
     main,
@@ -114,10 +116,11 @@ def test_a_host_outside_of_the_predicted_ones_is_refused() -> None:
 def test_records_that_miss_a_bar_fail_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = jsonl.rows(PREDICTIONS)[0]
-    measured = record(row["precision"], 99, 50) | {name: row[name] for name in ("model", "workload", "host_loop_s")}
+    measured = next(row for row in jsonl.rows(ROLLOUTS) if row["workload"] == "short waits")
     file = tmp_path / "rollouts.jsonl"
-    file.write_text(json.dumps(measured) + "\n")
+    file.write_text(json.dumps(measured | {"seconds": 99.0}) + "\n")
+    with gzip.open(tmp_path / "rollouts.trace.jsonl.gz", "wt"):
+        pass  # steps are compared for long waits alone
     monkeypatch.setattr("sys.argv", ["turns", str(file)])
     assert main() == 1
     assert "makespan error" in capsys.readouterr().out

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import html
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -95,14 +94,7 @@ def test_another_suffix_is_refused(prediction: Prediction, tmp_path: Path, name:
 def test_a_plotting_package_that_is_not_installed_is_named(
     prediction: Prediction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **options: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"needs matplotlib.*fp8plan\[report\]"):
         draw(prediction, tmp_path / f"picture.{suffix}")
 

@@ -13,21 +13,21 @@ import numpy as np
 from fp8plan.model.cost.base import Array, Cost, p_norm, paced, times, zero
 from fp8plan.model.profile.profile import HOST_PACE, Profile
 
-# Programs that call the engine. "server" is a vLLM server that TRL asks, and "-stock" the same program without fp8plan.
+# Programs that call the engine. "server" is a vLLM server that TRL asks. "-stock" is the same program without fp8plan.
 # verl-stock has the seconds of verl's log (timing_s/gen). HTTP is `vllm serve`, asked for whole answers with log-probs.
 OWN = "own"  # a loop around `LLM.generate` or `RolloutEngine`, as profiles are measured: no front
 HTTP = "server-http"
 INSIDE = (OWN, "verl", "verl-stock", "trl", "trl-stock", "server", "server-stock", HTTP)
-ONE_FOR_ALL = ("server", "server-stock")  # whose front is one for all replicas; `vllm serve` starts one for each
+ONE_FOR_ALL = ("server", "server-stock")  # one front for all replicas; the others have one for each
 
 
 class Passing(NamedTuple):
-    """The work of a front's engine in each row of steps; arrays of shape (rows,).
+    """The work that passes a front in each row of steps; arrays of shape (rows,).
 
     engine:   seconds of the engine's steps
-    tokens:   response tokens that they make
-    prompts:  prompt tokens of the requests that they serve for the first time
-    requests: number of all requests
+    tokens:   response tokens that pass: those of this engine, or of all replicas with one front
+    prompts:  prompt tokens of the requests that this engine serves for the first time
+    requests: number of all its requests
     """
 
     engine: Array
@@ -56,8 +56,8 @@ def front_of(inside: str, passing: Passing, profile: Profile) -> Front:
     """The seconds that the front adds to each row. inside: one of INSIDE
 
     `token_seconds` of each response token are added. `thread_seconds` of each overlap with the engine: together they
-    take the root of the sum of squares. `start_seconds` come once, in the first row. docs/evidence/trainers.md has the
-    measurements. `vllm serve` is a queue (`_over_http`).
+    take the root of the sum of squares. `start_seconds` come once, in the first row. `_over_http` is the queue of
+    `vllm serve`. docs/evidence/trainers.md has the measurements.
     """
     if inside == HTTP:
         return _over_http(passing, profile)
@@ -82,35 +82,42 @@ def _over_http(passing: Passing, profile: Profile) -> Front:
 
     Its front is one thread. Requests pass it one after another, each in `request_seconds` and its prompt's
     `prompt_token_seconds`. A row of steps waits for the requests that it serves for the first time. Each response token
-    takes `thread_seconds`. The engine does not wait for that, so what is left to do is done after the last step. vLLM's
+    takes `thread_seconds`. The engine does not wait for tokens: those that are left pass after the last step. vLLM's
     front end is `AsyncLLM` (vllm/v1/engine/async_llm.py); the engine pushes its outputs to it.
     """
     rows = passing.engine.size
-    each = passing.requests * passing.prompts / max(float(passing.prompts.sum()), 1.0)
-    requests = times(each, *profile.named(f"front.{HTTP}.request_seconds"))
+    new_requests = passing.requests * passing.prompts / max(float(passing.prompts.sum()), 1.0)
+    requests = times(new_requests, *profile.named(f"front.{HTTP}.request_seconds"))
     requests = requests + times(passing.prompts, *profile.named(f"front.{HTTP}.prompt_token_seconds"))
     requests = paced(requests, HOST_PACE, profile)
     tokens = paced(times(passing.tokens, *profile.named(f"front.{HTTP}.thread_seconds")), HOST_PACE, profile)
 
+    # Arrays of (rows + 1,) have the end of the last row, too.
     arrived = np.cumsum(requests.seconds)
-    begun = np.append(0.0, np.cumsum(passing.engine))  # of each row, and of the end, if no row waited
-    late = np.where(passing.prompts > 0, arrived - begun[:-1], 0.0)
-    waited = np.maximum.accumulate(np.maximum(late, 0.0))
-    left = np.append(np.cumsum(tokens.seconds[::-1])[::-1], 0.0)  # tokens to pass from each row on
-    # The front has worked without a pause since some row began, or from the first request on, or it awaits the end.
-    ends = begun + np.append(waited, waited[-1]) + left
-    ends[0] = arrived[-1] + left[0]
-    since = int(np.argmax(ends))
+    begins = np.append(0.0, np.cumsum(passing.engine))  # if no row waits
+    late = np.where(passing.prompts > 0, arrived - begins[:-1], 0.0)
+    waited = np.maximum.accumulate(np.maximum(late, 0.0))  # by this row and all before it
+    left = np.append(np.cumsum(tokens.seconds[::-1])[::-1], 0.0)  # seconds of the tokens of this row and all after it
 
-    last = rows - 1 if since == 0 else int(np.argmax(late[: since + 1]))  # the row whose requests came last
-    waits = since == 0 or late[last] > 0
-    at = np.arange(rows)
-    counted = np.where((at < since) & (at >= (last if waits else 0)), 1.0, 0.0)
-    partials = requests.scaled(np.where((at <= last) & waits, 1.0, 0.0)).partials
+    # The rollout ends when the front does. It works without a pause from the begin of some row on: from row 0, with all
+    # requests before the tokens, or from a later one. At `rows` it has no token left when the engine ends.
+    ends = begins + np.append(waited, waited[-1]) + left
+    ends[0] = arrived[-1] + left[0]
+    busy_from = int(np.argmax(ends))
+
+    # The row whose requests came last counts all requests until then, and the engine only after it.
+    awaited = rows - 1 if busy_from == 0 else int(np.argmax(late[: busy_from + 1]))
+    waits = busy_from == 0 or late[awaited] > 0
+    row = np.arange(rows)
+    in_engine = row < busy_from
+    if waits:
+        in_engine &= row >= awaited
+    in_front = (row <= awaited) & waits
     added = np.diff(waited, prepend=0.0)
-    added[-1] += ends[since] - (begun[-1] + waited[-1])
-    cost = Cost(added, partials).plus_partials(tokens.scaled(np.where(at >= since, 1.0, 0.0)).partials)
-    return Front(cost, counted)
+    added[-1] += ends[busy_from] - (begins[-1] + waited[-1])
+    cost = Cost(added, requests.scaled(in_front.astype(np.float64)).partials)
+    cost = cost.plus_partials(tokens.scaled((row >= busy_from).astype(np.float64)).partials)
+    return Front(cost, in_engine.astype(np.float64))
 
 
 def wait_seconds(inside: str, profile: Profile) -> float:

@@ -22,25 +22,26 @@ def rollout_notes(job: Job) -> list[str]:
 
 
 def _at_once_notes(job: Job) -> list[str]:
-    """Notes on the trajectories at once; [] for a workload without turns."""
+    """Notes on the trajectories at once: the bound of this target, and the words of others; [] for single turns."""
     turns, samples, starts = job.workload.get("turns"), job.workload["samples"], TARGETS[job.target]
     if turns is None:
         return []
-    number, every = turns.get("concurrent"), job.workload["prompts"] * samples
-    bound = " and ".join(starts.at_once) or "the caller of the engine"
-    planned = f"planned for {number or every} trajectories at once, of {every}"
-    notes = [f"{planned}: {starts.starts_all or f'bounded by {bound}'}"]
+    number, trajectories = turns.get("concurrent"), job.workload["prompts"] * samples
+    bound = starts.starts_all
+    if not bound:
+        bound = f"bounded by {' and '.join(starts.at_once) or 'the caller of the engine'}"
+    notes = [f"planned for {number or trajectories} trajectories at once, of {trajectories}: {bound}"]
     if number is not None:
         words = words_at_once(number, samples, job.setup.limits.data_parallel_size)
         if not starts.starts_all:
-            words.pop(job.target, None)
+            words.pop(job.target, None)  # its settings have them
         elsewhere = (f"{TARGETS[other].sender}'s {typed}" for other, typed in words.items())
         notes.append(f"elsewhere they are {', '.join(elsewhere)}")
     return notes
 
 
 def _front_notes(job: Job) -> list[str]:
-    """A note if requests come over HTTP, and the plan's times leave the server's front end out; else []."""
+    """A note if requests come over HTTP, and the plan has no front end for them; else []."""
     if not TARGETS[job.target].over_http or job.setup.inside != OWN:
         return []
     return ["requests over HTTP may take longer; plan again with --inside server-http, which has the front end"]
@@ -81,23 +82,26 @@ def _mismatch_notes(job: Job) -> list[str]:
     stored, fixed = job.setup.stored, job.setup.why_fixed_kv_scales
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *expected]
-    match TARGETS[job.target].measures:
-        case "fp8plan":
-            return [*([MEASURED] if fixed is None else [fixed, FIXED]), *planned_at_one]
-        case "trainer":
-            return ["the trainer measures K and V scales itself", *planned_at_one]
+    measurer = TARGETS[job.target].measures
+    if measurer == "trainer":
+        return ["the trainer measures K and V scales itself", *planned_at_one]
+    if measurer == "fp8plan":
+        scales = [MEASURED] if fixed is None else [fixed, FIXED]
+        return [*scales, *planned_at_one]
     stay = f"{TARGETS[job.target].engine} leaves K and V scales at 1.0"
     if job.kv_scales == "calibrated":
-        counts = (
-            "and the plan counts on it" if job.counted else "and the plan, made for scales of 1.0, does not count on it"
-        )
+        counts = "and the plan counts on it"
+        if not job.counted:
+            counts = "and the plan, made for scales of 1.0, does not count on it"
         return [f"{stay}: calibrating them after each weight sync is yours, {counts}", *planned_at_one]
     advice = f"{stay}: {fixed}" if fixed else f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
     at_one = job.picked.unit_kv_scales
     if at_one is None:
         return [advice]
-    without = _risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])
-    return [advice, *without, *(_risk_note("the plan's own, for calibrated scales", *planned) if job.counted else [])]
+    notes = [advice, *_risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])]
+    if job.counted:
+        notes += _risk_note("the plan's own, for calibrated scales", *planned)
+    return notes
 
 
 def _risk_note(subject: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the settings of trainers have in common that run as they are installed, without fp8plan.
+"""The common part of the settings for trainers that run as they are installed, without fp8plan.
 
 A further one takes a row of TARGETS in fp8plan/model/targets.py, and one of EMITTERS in fp8plan/model/emit/targets.py.
 It takes a module with a `Stock`, too, and the settings that only it has.
@@ -40,10 +40,10 @@ class Stock:
     paste:     the place of the settings
     engine:    the engine that it installs
     words:     argument of vLLM, "expert_ranks", "gpus" of all replicas, or count of the workload -> its word
-    replicas:  the words for how their number comes about
+    replicas:  the settings that decide how many replicas there are, for a note
     passed:    the start of the words that hand any other argument to vLLM; None: it has none
     trainer:   its words for remedies
-    spelled:   a setting, as words for a shell; those of a file are not
+    spelled:   makes a setting's words for a shell; a trainer whose settings are a file does not use it
     variables: the start of the words that set variables of the engine's processes; None: the reader exports them
     megatron:  its word for Megatron, which its remedies need; "": they need none
     omitted:   further arguments for which it has words of its own, such as those of the precision

@@ -331,14 +331,16 @@ def _timed_group(candidates: Sequence[Candidate], request: PlanRequest, profile:
 def _with_limit(timed: Simulated, batch: Batch) -> Rollout:
     """The rollout of a batch of turns, with two more entries of `turns`.
 
-    "saves": what may limit it -> the share of the makespan that goes with it, at least 0: waits for tools, a KV cache
-    that ends, or the tail; "limit": the largest of them, or compute if none reaches LEAST_SAVED
+    "saves": "tools", "cache" and "tail" -> the share of the makespan that goes without it, at least 0
+    "limit": the one with the largest share, or "compute" if none reaches LEAST_SAVED
+
+    The shares are of tools that answer at once, of a cache that never evicts, and of the tail.
     """
     rollout, turns = timed.rollout, batch.turns
     assert turns is not None
     assert rollout.turns is not None
-    at_once = batch._replace(turns=turns._replace(wait_s=np.zeros_like(turns.wait_s)))
-    others = makespans([timed.rescheduled(at_once), timed.rescheduled(batch, ENDLESS)], timed.model)
+    no_waits = batch._replace(turns=turns._replace(wait_s=np.zeros_like(turns.wait_s)))
+    others = makespans([timed.rescheduled(no_waits), timed.rescheduled(batch, ENDLESS)], timed.model)
     without_waits, endless = (max(0.0, 1 - seconds / rollout.makespan_s) for seconds in others)
     saves = {"tools": without_waits, "cache": endless, "tail": rollout.tail_fraction}
     limit = max(saves, key=lambda name: saves[name])

@@ -86,7 +86,7 @@ def priced(made: Prediction) -> Prediction:
 
 
 def unpriced(request: PlanRequest) -> Prediction:
-    """What `predict` returns, without the levers of turns and the sentences on them."""
+    """The prediction of a request, without the levers of turns and the sentences on them."""
     card, limits, budget = request.card, request.engine, request.risk_budget
     risky = check_share(card, limits)
     alone, warnings = _profile(request)

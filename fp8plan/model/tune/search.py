@@ -53,7 +53,7 @@ class Point(NamedTuple):
         return cls(made.plan.limits, None if turns is None else turns.concurrent)
 
     def changes(self, before: Point) -> dict[str, tuple[Any, Any]]:
-        """What differs: name -> (before, here)."""
+        """The fields that differ: name -> (before, here)."""
         pairs = {name: (getattr(before.limits, name), getattr(self.limits, name)) for name in SEARCHED}
         pairs[CONCURRENT] = before.concurrent, self.concurrent
         return {name: (old, new) for name, (old, new) in pairs.items() if old != new}

@@ -37,15 +37,25 @@ WARMING: Final = "it compiles and fills caches, and predictions are of warm engi
 COUNT_IT: Final = "--include-first counts it"
 WAITS_INSIDE: Final = f"{NO_WAITS}, and its seconds hold those waits"
 A_TURN: Final = "[generated, tool, wait_s], such as [300, 1200, 2.5], or null for a wait that is not known"
+# Lists of the requests of a record -> one with two responses, as it is typed.
+LISTS: Final = {
+    "prompt_lengths": "[64, 80]",
+    "response_lengths": "[380, 200]",
+    "prompt_ids": "[0, 1]",
+    "turns": "[[[300, 1200, 2.5], [80, 0, 0]], [[200, 0, 0]]]: tokens generated, a tool's tokens, its seconds",
+}
 # A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "keep_bf16", "gpu", "inside", *RECORDED)
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
-    """The requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths and turns.
+    """The requests of a rollout record. fields: of a RolloutRecord, by name
 
-    fields: of a RolloutRecord, by name
+    Raises ConfigError for a list of another form, for impossible lengths and turns, and for turns whose tokens do not
+    add up to the response lengths.
     """
+    for name, example in LISTS.items():
+        check_list(name, fields.get(name), example)
     prompts, responses = (_tokens(name, fields.get(name)) for name in ("prompt_lengths", "response_lengths"))
     ids, numbers = fields.get("prompt_ids"), np.arange(len(prompts))
     if ids is not None:
@@ -53,17 +63,28 @@ def batch_of(fields: Mapping[str, Any]) -> Batch:
     if not len(prompts) == len(responses) == len(numbers):
         counts = f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths, {len(numbers)} prompt_ids"
         raise ConfigError(f"{counts}; allowed: as many of each")
-    return Batch(prompts, responses, numbers, turns_of(fields))
+    turns = fields.get("turns")
+    try:
+        table = None if turns is None else _turns_of(turns, fields["response_lengths"], fields.get("concurrent"))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError):  # a list in it, or a number, is of another form
+        raise _another_form("turns", turns, LISTS["turns"]) from None
+    return Batch(prompts, responses, numbers, table)
 
 
-def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
-    """The turns of a rollout record whose types were checked; None if it has none.
+def check_list(name: str, value: Any, example: str) -> None:
+    """Raise ConfigError for a value that is neither a list nor None. example: one, as it is typed"""
+    if value is not None and (isinstance(value, str) or not hasattr(value, "__len__")):
+        raise _another_form(name, value, example)
 
-    Raises ConfigError for impossible numbers, and for tokens that do not add up to the response lengths.
-    """
-    turns, responses = fields.get("turns"), fields["response_lengths"]
-    if turns is None:
-        return None
+
+def _another_form(name: str, value: Any, example: str) -> ConfigError:
+    return ConfigError(f"{name} is {value!r:.60}; allowed: a list, such as {example}")
+
+
+def _turns_of(turns: Sequence[Any], responses: Sequence[int], concurrent: Any) -> TurnTable:
+    """The turns of responses. Raises ConfigError as `batch_of` does, and TypeError or ValueError for another form."""
     if len(turns) != len(responses):
         counts = f"{len(turns)} turns, {len(responses)} response_lengths"
         raise ConfigError(f"{counts}; allowed: a list of turns for each response")
@@ -77,7 +98,6 @@ def turns_of(fields: Mapping[str, Any]) -> TurnTable | None:
             raise ConfigError(
                 f"response {number} has {total:,} tokens in its turns, {tokens:,} in response_lengths; allowed: equal"
             )
-    concurrent = fields.get("concurrent")
     if concurrent is not None:
         whole("concurrent", concurrent, otherwise=", or null")
     return TurnTable.of(turns)._replace(concurrent=concurrent)
@@ -184,7 +204,10 @@ def _tokens(name: str, lengths: Sequence[int] | None) -> NDArray[np.int64]:
     allowed = f"allowed: a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}"
     if lengths is None or not len(lengths):
         raise ConfigError(f"{name} is empty; {allowed}")
-    values = np.asarray(lengths)
+    try:
+        values = np.asarray(lengths)
+    except ValueError:  # lists of several lengths
+        values = np.empty((0, 0))
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ConfigError(f"{name} is {str(lengths)[:60]}; {allowed}")
     wrong = values[(values < 1) | (values > MOST_TOKENS)]

@@ -23,7 +23,7 @@ from fp8plan.model.risk.remedies import NO_REMEDIES, Remedies
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.validate.records import batch_of
+from fp8plan.model.validate.records import batch_of, check_list
 from fp8plan.model.workload import Batch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.schemas import LENGTHS
@@ -64,14 +64,7 @@ RANGES: Final[dict[str, Range]] = {
     "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
 }
 
-# Lists of an Observation -> one with two responses, as it is typed.
-LISTS: Final = {
-    "prompt_lengths": "[64, 80]",
-    "response_lengths": "[380, 200]",
-    "prompt_ids": "[0, 1]",
-    "turns": "[[[300, 1200, 2.5], [80, 0, 0]], [[200, 0, 0]]]: tokens generated, a tool's tokens, its seconds",
-    "kv_clipped": "['model.layers.0.self_attn.attn']",
-}
+A_LAYER: Final = "['model.layers.0.self_attn.attn']"
 
 
 def kernel_names(facts: Mapping[str, Any], preset: Precision) -> dict[str, str]:
@@ -201,16 +194,8 @@ class Observation:
                 if not (is_number(value) and 0 <= value == value // 1):
                     raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
                 object.__setattr__(self, name, int(value))  # Prometheus' counters are floats
-        for name in LISTS:
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, str) or not hasattr(value, "__len__")):
-                raise ConfigError(_no_list(name, value))
-        try:
-            batch = self.batch
-        except ConfigError:
-            raise
-        except (TypeError, ValueError):  # the turns alone are nested
-            raise ConfigError(_no_list("turns", self.turns)) from None
+        check_list("kv_clipped", self.kv_clipped, A_LAYER)
+        batch = self.batch
         object.__setattr__(self, "prompt_lengths", tuple(batch.prompts.tolist()))
         object.__setattr__(self, "response_lengths", tuple(batch.responses.tolist()))
 
@@ -248,11 +233,6 @@ class Observation:
     def batch(self) -> Batch:
         """Its requests. Raises ConfigError for impossible ones."""
         return batch_of({name: getattr(self, name) for name in (*LENGTHS, "concurrent")})
-
-
-def _no_list(name: str, value: Any) -> str:
-    """The error for a list of an Observation that has another form."""
-    return f"{name} is {value!r:.60}; allowed: a list, such as {LISTS[name]}"
 
 
 def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:

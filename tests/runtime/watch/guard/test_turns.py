@@ -20,11 +20,11 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.records import LISTS, batch_of, read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.watch.guard.causes import Cause, LikelyCause
 from fp8plan.runtime.watch.guard.guard import Guard, GuardSettings, GuardState, Verdict, teaches, update
-from fp8plan.runtime.watch.guard.observation import LISTS, EngineFacts, Observation, joined, predict
+from fp8plan.runtime.watch.guard.observation import A_LAYER, EngineFacts, Observation, joined, predict
 from fp8plan.runtime.watch.guard.prefix_cache import Lost
 from fp8plan.runtime.watch.guard.rollout_record import observation_in, rollout_fields
 from fp8plan.runtime.watch.monitor.monitor import Monitor
@@ -228,7 +228,19 @@ TURNS_OF_ANOTHER_FORM = ([3, 4], [[7], [3]], [[(7, 0)], [(3, 0)]], [[("7", 0, 0)
 )
 def test_a_list_of_another_form_is_refused_with_one_to_type(name: str, wrong: Any) -> None:
     lengths = {"prompt_lengths": [5, 5], "response_lengths": [7, 3]}
-    with pytest.raises(
-        ConfigError, match=re.escape(f"{name} is {wrong!r:.60}; allowed: a list, such as {LISTS[name]}")
-    ):
+    told = re.escape(f"{name} is {wrong!r:.60}; allowed: a list, such as {LISTS[name]}")
+    with pytest.raises(ConfigError, match=told):
         Observation(1.0, **(lengths | {name: wrong}))
+    with pytest.raises(ConfigError, match=told):
+        batch_of(lengths | {name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [3, "two"])
+def test_layers_of_another_form_are_refused_with_one_to_type(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"kv_clipped is {wrong!r}; allowed: a list, such as {A_LAYER}")):
+        Observation(1.0, [5, 5], [7, 3], kv_clipped=wrong)
+
+
+def test_lengths_in_lists_of_several_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=re.escape("prompt_lengths is [[5], [5, 5]]; allowed: a list of whole")):
+        Observation(1.0, [[5], [5, 5]], [7, 3])  # type: ignore[list-item]
