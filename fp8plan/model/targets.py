@@ -17,7 +17,8 @@ class Starts(NamedTuple):
     lacks:        precision that it cannot have -> the reason
     engine:       its engine
     at_once:      its settings for the trajectories at once -> what they count, as in `settings_at_once`
-    starts_all:   what happens where nothing bounds the trajectories at once; "": its settings or its caller do
+    whole_groups: it runs all samples of a prompt at once
+    starts_all:   what happens where nothing bounds the trajectories of a batch; "": its settings or its caller do
     over_http:    requests reach vLLM's own server over HTTP
     """
 
@@ -27,16 +28,17 @@ class Starts(NamedTuple):
     lacks: Mapping[str, str] = MappingProxyType({})
     engine: str = "vLLM"
     at_once: Mapping[str, str] = MappingProxyType({})
+    whole_groups: bool = False
     starts_all: str = ""
     over_http: bool = False
 
-    def settings_at_once(self, number: int, samples: int, replicas: int) -> dict[str, int]:
-        """Its settings for so many trajectories at once on all replicas; {} if it has none. samples: of each prompt"""
-        counted = {
-            "trajectories": number,
-            "prompts": max(1, number // samples),
-            "trajectories of a replica": ceil(number / replicas),
-        }
+    def least_at_once(self, samples: int) -> int:
+        """The fewest trajectories at once that its settings allow. samples: of each prompt"""
+        return samples if self.whole_groups else 1
+
+    def settings_at_once(self, number: int, replicas: int) -> dict[str, int]:
+        """Its settings for so many trajectories at once on all replicas; {} if it has none."""
+        counted = {"trajectories": number, "trajectories of a replica": ceil(number / replicas)}
         return {setting: counted[unit] for setting, unit in self.at_once.items()}
 
 
@@ -46,14 +48,19 @@ _FP8_CACHE: Final = "NeMo RL has an FP8 cache beside FP8 weights alone; allowed:
 
 # Trajectories at once. verl 0.9.1: AgentLoopConfig of workers/config/rollout.py has no setting for them. TRL 1.16:
 # async_grpo_config.py of experimental/async_grpo has one; the tool loop of trl/trainer/grpo_trainer.py has none. NeMo
-# RL: nemo_rl/experience/rollouts.py. SkyRL 0.3.0: FullyAsyncConfig of skyrl/train/config/config.py; a worker holds the
-# samples of one prompt. prime-rl: ConcurrencyConfig of prime_rl/configs/orchestrator.py. slime: a semaphore of
-# slime/rollout/sglang_rollout.py holds as many whole trajectories as this, times its engines. OpenRLHF 0.11.2:
-# openrlhf/trainer/ppo_utils/samples_generator.py hands all prompts of a batch to its engines.
+# RL: nemo_rl/experience/rollouts.py. SkyRL 0.3.0: FullyAsyncRayPPOTrainer of skyrl/train/fully_async_trainer.py asserts
+# mini-batch <= workers, in prompts, and that a mini-batch is the batch. prime-rl: ConcurrencyConfig and
+# resolve_batching of prime_rl/configs/orchestrator.py. slime: a semaphore of slime/rollout/sglang_rollout.py holds as
+# many whole trajectories as this, times its engines. OpenRLHF 0.11.2: openrlhf/trainer/ppo_utils/samples_generator.py
+# hands all prompts of a batch to its engines.
 _WHOLE_BATCH: Final = "it has no setting for it, and starts the whole batch"
 _TRL: Final = "GRPOTrainer has no setting for it. It starts all, and takes them through each turn together"
 _ASYNC_TRL: Final = {"experimental.async_grpo: max_inflight_tasks": "trajectories"}
-_SKYRL: Final = {"trainer.fully_async.num_parallel_generation_workers": "prompts"}
+_SKYRL: Final = (
+    "main_base starts the whole batch. The fully asynchronous trainer starts at least as much: it requires "
+    "trainer.policy_mini_batch_size, which is its batch, <= trainer.fully_async.num_parallel_generation_workers <= "
+    "trainer.policy_mini_batch_size * (trainer.fully_async.max_staleness_steps + 1)"
+)
 _PRIME_RL: Final = {f"orchestrator.concurrency.{end}_inflight": "trajectories" for end in ("max", "min")}
 _SLIME: Final = {"--sglang-server-concurrency": "trajectories of a replica"}
 
@@ -65,14 +72,18 @@ TARGETS: Final = {
     "vllm-serve": Starts(over_http=True),
     "verl-stock": Starts(True, "verl", starts_all=_WHOLE_BATCH),
     "nemo-rl": Starts(True, "NeMo RL", "trainer", {"fp8_kv": _FP8_CACHE}, starts_all=_WHOLE_BATCH),
-    "skyrl": Starts(False, "SkyRL", at_once=_SKYRL),
-    "prime-rl": Starts(False, "prime-rl", at_once=_PRIME_RL, over_http=True),
+    "skyrl": Starts(False, "SkyRL", starts_all=_SKYRL),
+    "prime-rl": Starts(False, "prime-rl", at_once=_PRIME_RL, whole_groups=True, over_http=True),
     "slime": Starts(True, "slime", engine="SGLang", at_once=_SLIME),
     "openrlhf": Starts(False, "OpenRLHF", lacks=_BF16_ALONE, starts_all=_WHOLE_BATCH),
 }
 
 
 def words_at_once(number: int, samples: int, replicas: int) -> dict[str, str]:
-    """Target -> its words for so many trajectories at once; a target without any is left out."""
-    settings = {target: starts.settings_at_once(number, samples, replicas) for target, starts in TARGETS.items()}
+    """Target -> its words for so many trajectories at once, if it has any. samples: of each prompt"""
+    settings = {
+        target: starts.settings_at_once(number, replicas)
+        for target, starts in TARGETS.items()
+        if number >= starts.least_at_once(samples)
+    }
     return {target: " and ".join(f"{x}={value}" for x, value in own.items()) for target, own in settings.items() if own}
