@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from fp8plan.errors import ConfigError
@@ -146,3 +147,18 @@ def test_the_extra_with_pyarrow_is_named_where_it_is_missing(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"^{start} needs pyarrow; type: pip install 'fp8plan\[parquet\]'$"):
         use()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_may_only_read_and_pin_each_action_by_its_commit(path: Path) -> None:
+    """A job's own permissions say more. A tag can be moved to another commit."""
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert used
+    assert [action for action in used if not re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action)] == []
+    targets = [word for step in steps for word in re.findall(r"^make ([\w-]+)$", step.get("run", ""), re.M)]
+    known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert targets
+    assert set(targets) <= known

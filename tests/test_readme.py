@@ -130,9 +130,12 @@ def test_every_test_that_is_named_is_there(page: Path) -> None:
     assert wrong == []
 
 
-def test_what_works_and_what_is_refused_in_a_trainer_has_a_test() -> None:
-    page = (ROOT / "docs" / "evidence" / "trainers.md").read_text()
-    table = page.partition("## What works, and what is refused")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [("evidence/trainers.md", "## What works, and what is refused"), ("guides/trl.md", "## What runs")],
+)
+def test_what_works_and_what_is_refused_in_a_trainer_has_a_test(page: str, heading: str) -> None:
+    table = (ROOT / "docs" / page).read_text().partition(heading)[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     assert {state for *_, state, _ in rows[2:]} == {"works", "refused", "not run"}
     assert [row for row in rows[2:] if bool(re.search("::", row[-1])) == (row[-2] == "not run")] == []

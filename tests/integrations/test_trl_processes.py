@@ -50,7 +50,11 @@ def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", ["fsdp2", "zero3"])
 def test_two_processes_that_shard_the_policy_sync_it_whole(sharded: str, tmp_path: Path) -> None:
-    """By FSDP2, and by DeepSpeed's ZeRO-3, over gloo. The tests' environment lacks DeepSpeed."""
+    """By FSDP2, and by DeepSpeed's ZeRO-3, over gloo.
+
+    The tests' environment lacks DeepSpeed. `DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target FOLDER
+    deepspeed hjson py-cpuinfo` installs it; the test then runs with FOLDER in PYTHONPATH and DS_ACCELERATOR=cpu.
+    """
     if sharded == "zero3":
         pytest.importorskip("deepspeed")
     first, second, _ = trained(tmp_path, "", "0", sharded)

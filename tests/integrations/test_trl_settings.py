@@ -167,17 +167,6 @@ def test_a_servers_options_are_read_from_its_configuration() -> None:
     assert len(remarks(options_of(plain | {"lora_config": {"max_loras": 1}}))) == 2
 
 
-def test_the_guides_table_of_features_names_tests_that_exist() -> None:
-    here = Path(__file__).parent
-    page = (here.parents[1] / "docs" / "guides" / "trl.md").read_text()
-    rows = [row.split(" | ") for row in page.splitlines() if re.search(r" \| (works|refused|not run) \|", row)]
-    assert len(rows) > 10
-    for _, _, state, files in rows:
-        names = re.findall(r"`(\w+\.py)`", files)
-        assert bool(names) == (state != "not run")
-        assert all((here / name).is_file() for name in names), names
-
-
 def limits_checked(longest: int, **trainer: Any) -> None:
     """Check a server's longest request for a trainer with prompts of at most 8 tokens, and completions of 16."""
     from fp8plan.integrations.trl.mixin import Planned

@@ -73,12 +73,21 @@ class Job:
 
     @property
     def at_once(self) -> dict[str, int]:
-        """The target's settings for the plan's trajectories at once; {} if all of them run, and for one turn."""
+        """The target's settings for the plan's trajectories at once; {} if all of them run, and for one turn.
+
+        Raises ConfigError for fewer than the target allows.
+        """
         number = (self.workload.get("turns") or {}).get("concurrent")
         if number is None:
             return {}
-        samples, replicas = self.tokens("samples"), self.setup.limits.data_parallel_size
-        return TARGETS[self.target].settings_at_once(number, samples, replicas)
+        starts = TARGETS[self.target]
+        least = starts.least_at_once(self.tokens("samples"))
+        if number < least:
+            raise ConfigError(
+                f"{starts.sender} runs all samples of a prompt at once, and this plan has {number} trajectories at "
+                f"once; allowed: {least} or more; plan again with --concurrent {least}"
+            )
+        return starts.settings_at_once(number, self.setup.limits.data_parallel_size)
 
     def tokens(self, key: str) -> int:
         """One of the workload's counts. Raises ConfigError if the workload does not have it."""

@@ -49,7 +49,4 @@ def emit_skyrl(job: Job) -> str:
     }
     if job.constant_tis is not None:
         settings[f"{_CORRECTION}.token_tis_ratio_clip_high"] = float(job.constant_tis)
-    more = [mini_batch_note(job, "trainer.policy_mini_batch_size")]
-    if job.at_once:
-        more.append("its fully asynchronous trainer alone reads trainer.fully_async; main_base starts the whole batch")
-    return stock_words(job, STOCK, settings, *more)
+    return stock_words(job, STOCK, settings, mini_batch_note(job, "trainer.policy_mini_batch_size"))

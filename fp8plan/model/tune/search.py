@@ -106,9 +106,10 @@ class Grid:
         if _left_out(callers, "max_num_seqs"):  # each candidate may lower it to its KV blocks
             seqs = tuple(map(Lowerable, seqs))
         at_once, numbers = Point.of(base).concurrent, list[int]()
-        bounded = not TARGETS[base.request.target].starts_all
-        if at_once is None and bounded and CONCURRENT not in keep and base.request.batch.turns is not None:
-            numbers = [2**k for k in range(LEAST_AT_ONCE.bit_length() - 1, requests.bit_length()) if 2**k < requests]
+        starts, turns = TARGETS[base.request.target], base.request.batch.turns
+        if at_once is None and not starts.starts_all and CONCURRENT not in keep and turns is not None:
+            least = max(LEAST_AT_ONCE, starts.least_at_once(base.request.workload.samples_per_prompt))
+            numbers = [2**k for k in range(requests.bit_length()) if least <= 2**k < requests]
         return cls(seqs, whole_graphs, budgets, caches, (*numbers, at_once))
 
     def settings(self, base: Prediction) -> list[list[Point]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.emit.targets import EMITTERS
 from fp8plan.model.emit.trainers import OPENRLHF, TRAINERS
 from fp8plan.model.plan.plan import Plan
@@ -30,7 +31,6 @@ def test_every_target_says_how_many_trajectories_were_planned(target: str) -> No
     assert "planned for 12 trajectories at once, of 32" in told
     for words in (
         "orchestrator.concurrency.max_inflight",
-        "num_parallel_generation_workers",
         "--sglang-server-concurrency",
         "max_inflight_tasks=12",
     ):
@@ -48,7 +48,6 @@ def test_each_setting_stands_in_the_settings_of_its_target_unless_that_starts_al
     lines = [line.removesuffix(" \\") for line in text.splitlines() if line.startswith(tuple(starts.at_once))]
     assert [line.split()[-1].split("=")[-1] for line in lines] == {
         "prime-rl": ["12", "12"],
-        "skyrl": ["3"],  # groups of four samples
         "slime": ["12"],
         "trl": [],
     }[target]
@@ -56,11 +55,21 @@ def test_each_setting_stands_in_the_settings_of_its_target_unless_that_starts_al
     assert not set(lines) & set(planned(None).emit(target).splitlines())
 
 
-def test_replicas_share_the_trajectories_of_slime_and_samples_those_of_skyrl() -> None:
-    assert TARGETS["slime"].settings_at_once(13, 4, 2) == {"--sglang-server-concurrency": 7}
-    assert TARGETS["skyrl"].settings_at_once(13, 4, 2) == {"trainer.fully_async.num_parallel_generation_workers": 3}
-    assert TARGETS["skyrl"].settings_at_once(3, 4, 1) == {"trainer.fully_async.num_parallel_generation_workers": 1}
-    assert TARGETS["verl"].settings_at_once(13, 4, 2) == {}
+def test_replicas_share_the_trajectories_of_slime() -> None:
+    assert TARGETS["slime"].settings_at_once(13, 2) == {"--sglang-server-concurrency": 7}
+    assert TARGETS["verl"].settings_at_once(13, 2) == {}
+
+
+def test_fewer_trajectories_than_samples_are_refused_where_samples_run_together() -> None:
+    said = (
+        r"^prime-rl runs all samples of a prompt at once, and this plan has 3 trajectories at once; "
+        r"allowed: 4 or more; plan again with --concurrent 4$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        planned(3).emit("prime-rl")
+    assert planned(4).emit("prime-rl")
+    assert "prime-rl" not in planned(3).emit("vllm-serve")
+    assert "prime-rl" not in words_at_once(3, 4, 1)
 
 
 def test_every_table_by_target_has_targets_alone() -> None:

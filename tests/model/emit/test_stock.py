@@ -15,7 +15,7 @@ import tomllib
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import plans
@@ -47,6 +47,8 @@ LIMITS = EngineLimits(
     tensor_parallel_size=2,
 )
 BOUND = {"token_tis": 1.75}
+AT_ONCE = 13
+TURNS = {**plans.WORKLOAD, "turns": {"concurrent": AT_ONCE}}
 
 
 def layout(precision: str, **changes: Any) -> Plan:
@@ -103,6 +105,13 @@ def test_verl_composes_and_validates_the_settings(precision: str) -> None:
     assert (correction.rollout_is, correction.rollout_is_threshold, correction.rollout_rs) == ("token", 1.75, None)
 
 
+@pytest.mark.verl
+@pytest.mark.parametrize("target", ["verl", "verl-stock"])
+def test_turns_change_no_setting_of_verls(target: str) -> None:
+    single, turns = (configured(words(layout("bf16", workload=work).emit(target))) for work in (plans.WORKLOAD, TURNS))
+    assert turns == single
+
+
 # -------------------------------------------------------------------------------------------------- SkyRL
 
 
@@ -151,6 +160,38 @@ def test_skyrl_parses_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1" in comments(text)
 
 
+@pytest.mark.skyrl
+def test_skyrl_starts_at_least_a_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fully asynchronous trainer's own assertions on workers, each of which holds the samples of a prompt."""
+    plan = layout("bf16", workload=TURNS)
+    trainer = skyrl(monkeypatch, plan.emit("skyrl")).trainer
+    assert trainer == skyrl(monkeypatch, layout("bf16").emit("skyrl")).trainer
+    asserted = [ast.unparse(node.test) for node in ast.walk(skyrl_init()) if isinstance(node, ast.Assert)]
+    (workers,) = (test for test in asserted if "num_parallel_generation_workers" in test)
+    batch, steps = trainer.train_batch_size, trainer.fully_async.max_staleness_steps
+
+    def accepted(number: int) -> bool:
+        own = {"mini_batch_size": batch, "num_parallel_generation_workers": number, "max_staleness_steps": steps}
+        return bool(eval(workers, {"self": SimpleNamespace(**own)}))
+
+    most = batch * (steps + 1)
+    assert [accepted(number) for number in (batch - 1, batch, most, most + 1)] == [False, True, True, False]
+    assert "self.cfg.trainer.train_batch_size == self.cfg.trainer.policy_mini_batch_size" in asserted
+    said = "trainer.policy_mini_batch_size, which is its batch, <= trainer.fully_async.num_parallel_generation_workers"
+    assert said in comments(plan.emit("skyrl"))
+
+
+def skyrl_init() -> ast.FunctionDef:
+    spec = find_spec("skyrl")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "train" / "fully_async_trainer.py").read_text())
+    (trainer,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "FullyAsyncRayPPOTrainer"
+    )
+    return next(node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+
+
 # ----------------------------------------------------------------------------------------------- OpenRLHF
 
 
@@ -184,6 +225,14 @@ def test_openrlhf_parses_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert advantage.is_correction_threshold == [0.0, 1.75]
     none = openrlhf(monkeypatch, layout("bf16", thresholds={}).emit("openrlhf"))
     assert none.algo.advantage.is_correction_level == "off"
+
+
+@pytest.mark.openrlhf
+def test_turns_change_no_argument_of_openrlhfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    single, turns = (
+        openrlhf(monkeypatch, layout("bf16", workload=work).emit("openrlhf")) for work in (plans.WORKLOAD, TURNS)
+    )
+    assert turns == single
 
 
 @pytest.mark.openrlhf
@@ -257,17 +306,40 @@ def flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("target", KEYS)
+@pytest.mark.parametrize("workload", [plans.WORKLOAD, TURNS], ids=["one turn", "turns"])
 @pytest.mark.parametrize("remedies", [Remedies(), Remedies(router_replay=True, trainer_precision="fp8_block")])
-def test_every_key_is_one_that_the_trainer_has(target: str, remedies: Remedies) -> None:
+def test_every_key_is_one_that_the_trainer_has(target: str, remedies: Remedies, workload: dict[str, Any]) -> None:
     for precision in PRESETS:
         if precision in TARGETS[target].lacks:
             continue
         replay = remedies.router_replay
         limits = replace(LIMITS, enable_prefix_caching=True, enable_return_routed_experts=replay)
-        text = layout(precision, model=MOE if replay else "Qwen/Qwen3-8B", remedies=remedies, limits=limits)
-        found = keys_of(target, text.emit(target))
+        model = MOE if replay else "Qwen/Qwen3-8B"
+        plan = layout(precision, model=model, remedies=remedies, limits=limits, workload=workload)
+        found = keys_of(target, plan.emit(target))
         assert len(found) > 10
         assert [key for key in found if not known(target, key)] == []
+
+
+@pytest.mark.parametrize("at_once", [8, AT_ONCE])
+def test_prime_rls_bounds_of_the_trajectories_at_once_are_those_that_it_accepts(at_once: int) -> None:
+    workload = {**TURNS, "turns": {"concurrent": at_once}}
+    found = flat(tomllib.loads(layout("bf16", workload=workload).emit("prime-rl")))
+    ends = [found[f"orchestrator.concurrency.{end}_inflight"] for end in ("min", "max")]
+    assert ends == [at_once, at_once]
+    for low, high in KEYS["prime-rl"]["ascending"]:
+        assert found[low] <= found[high]
+
+
+def test_slimes_engines_hold_the_trajectories_at_once_together() -> None:
+    found = words(layout("bf16", workload=TURNS).emit("slime"))
+    value = {
+        flag: int(found[found.index(flag) + 1]) for flag in ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
+    }
+    engines = value["--rollout-num-gpus"] // value["--rollout-num-gpus-per-engine"]
+    (flag,) = KEYS["slime"]["times_engines"]
+    held = int(found[found.index(flag) + 1]) * engines
+    assert AT_ONCE <= held < AT_ONCE + engines
 
 
 def test_nemo_rl_gets_its_own_words() -> None:

@@ -90,16 +90,22 @@ def test_a_number_that_is_given_or_kept_stays() -> None:
     assert given.best.request.batch.at_once == 48
 
 
-@pytest.mark.parametrize("target", ["verl", "trl", "nemo-rl", "openrlhf"])
+@pytest.mark.parametrize("target", ["verl", "trl", "nemo-rl", "skyrl", "openrlhf"])
 def test_a_trainer_that_cannot_bound_the_trajectories_at_once_gets_all(target: str) -> None:
     base = unpriced(replace(asked(), target=target))
     assert Grid.around(base, STARVED, ()).concurrent == (None,)
 
 
-@pytest.mark.parametrize("target", ["vllm", "skyrl", "prime-rl", "slime"])
+@pytest.mark.parametrize("target", ["vllm", "prime-rl", "slime"])
 def test_a_target_that_bounds_the_trajectories_at_once_has_them_searched(target: str) -> None:
     base = unpriced(replace(asked(), target=target))
     assert Grid.around(base, STARVED, ()).concurrent == (16, 32, 64, 128, None)
+
+
+def test_prime_rl_gets_all_samples_of_a_prompt_at_once() -> None:
+    asks = replace(asked(), workload=Workload(4, 48, 600, turns=TURNS))
+    for target, numbers in {"vllm": (16, 32, 64, 128, None), "prime-rl": (64, 128, None)}.items():
+        assert Grid.around(unpriced(replace(asks, target=target)), STARVED, ()).concurrent == numbers
 
 
 def test_the_levers_of_turns_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
