@@ -81,9 +81,9 @@ def sample(
     """
     from fp8plan.runtime.apply.engine.engine import RolloutEngine
 
-    mode: Literal["inprocess", "multiprocess"] = (
-        "inprocess" if setup.gpu.is_cpu else "multiprocess"
-    )  # its process leaves nothing on a GPU
+    mode: Literal["inprocess", "multiprocess"] = "inprocess"
+    if not setup.gpu.is_cpu:
+        mode = "multiprocess"  # a process of its own leaves nothing on the GPU when it ends
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
     sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
     engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)
